@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 #: messages of this many bytes or more are checked in a thread
 OFFLOAD_BYTES = 1 << 18
+#: and those with a head of this many: it has 20 bytes for each buffer, which takes some microseconds
+OFFLOAD_HEAD_BYTES = 1 << 15
 #: bytes of shards with few rows per output that are worth a merge
 MERGE_BYTES = 1 << 23
 
@@ -127,7 +129,8 @@ class Receiver:
             )
         stored = self._credit.arrive(self._key, message.sender, records.message_bytes(message.frames))
         try:
-            if message.nbytes < OFFLOAD_BYTES:
+            head = records.size_of(message.frames[0]) if message.frames else 0
+            if message.nbytes < OFFLOAD_BYTES and head < OFFLOAD_HEAD_BYTES:
                 shards = self.unpack(message.frames)
             else:
                 shards = await self._host.offload(self.unpack, message.frames)

@@ -17,11 +17,13 @@ from dask_gpurt.shuffle import MemoryShardStore
 from dask_gpurt.shuffle.counters import ShuffleCounters
 from dask_gpurt.shuffle.protocol.messages import Amend, BarrierAnswer, OutputOpened, Reopen, Valid
 from dask_gpurt.shuffle.protocol.recovery import Counting, State, Validity, shard_id
+from dask_gpurt.shuffle.rows import wire
 from dask_gpurt.shuffle.rows.kinds import PandasRows
 from dask_gpurt.shuffle.rows.partition import OutputLayout, Shard, separate, split
 from dask_gpurt.shuffle.rows.slices import Slice
 from dask_gpurt.shuffle.transport.link.records import RunKey
-from dask_gpurt.shuffle.worker import peer_calls
+from dask_gpurt.shuffle.worker import peer_calls, receiver
+from dask_gpurt.shuffle.worker import sender as sending
 from dask_gpurt.shuffle.worker.amendment import Amendment
 from dask_gpurt.shuffle.worker.flushed_buffers import FlushedBuffers
 from dask_gpurt.shuffle.worker.join_filter import JoinRows
@@ -217,6 +219,36 @@ def test_rows_that_the_buffer_refuses_stay_staged():
     asyncio.run(check())
 
 
+@pytest.mark.parametrize("most", [1, 1000])
+def test_a_message_of_many_buffers_is_packed_in_a_thread(monkeypatch, most):
+    monkeypatch.setattr(sending, "PACKED_BUFFERS", most)
+    offloaded, sent = [], []
+
+    class Threads(Host):
+        async def offload(self, function: Any, *args: Any) -> Any:
+            offloaded.append(function.__name__)
+            return function(*args)
+
+    async def send(run: Any, key: Any, peer: str, frames: Any, safe: Any) -> dict[str, str]:
+        sent.append(frames)
+        return {"status": "OK"}
+
+    async def check() -> None:
+        one = sender(Threads(), ResourceLimiter(1 << 20), written := [], [])
+        one._plane = SimpleNamespace(send=send, takes_device=lambda key, peer: False)
+        one._peers = SimpleNamespace(unless_lost=lambda address, coroutine: coroutine)
+        out = outgoing(Owners("a", OWNERS, None), log())
+        await one.stage(out.parcels, [])
+        await one.flush()
+        ((address, batch),) = written[0].items()
+        want = wire.pack(KEY.tag, KEY.run_id, 1, batch.parcels)
+        await one.send(address, [batch])
+        assert [[bytes(f) for f in frames] for frames in sent] == [[bytes(f) for f in want]]
+        assert offloaded == (["_message"] if most == 1 else [])
+
+    asyncio.run(check())
+
+
 def test_more_messages_than_there_are_numbers_are_refused():
     async def check() -> None:
         host = Host()
@@ -275,6 +307,27 @@ def test_a_message_that_does_not_parse_is_refused_and_its_credit_given_back():
         answer = await one.receive(Message([b"no message"], "b"))
         assert "gpurt-refused" in answer
         assert counters.refused == len(given) == 1
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("least", [1, 1 << 20])
+def test_a_message_of_many_buffers_is_unpacked_in_a_thread(monkeypatch, least):
+    monkeypatch.setattr(receiver, "OFFLOAD_HEAD_BYTES", least)
+    offloaded = []
+
+    class Threads(Host):
+        async def offload(self, function: Any, *args: Any) -> Any:
+            offloaded.append(function)
+            return function(*args)
+
+    async def check() -> None:
+        credit: Any = SimpleNamespace(arrive=lambda *args: lambda: None, granted=lambda *args: 0)
+        counters = ShuffleCounters()
+        one = Receiver(Threads(), key=KEY, store=MemoryShardStore(), rows=rows(), credit=credit, counters=counters)
+        message = Message(wire.pack(KEY.tag, KEY.run_id, 1, [wire.encode(s) for s in shards()]), "b")
+        assert (await one.receive(message))["status"] == "OK"
+        assert len(offloaded) == (least == 1)
 
     asyncio.run(check())
 
