@@ -65,6 +65,11 @@ def pieces_of(table: pa.Table) -> list[pa.Array] | None:
     return None if any(column.num_chunks != 1 for column in columns) else [column.chunk(0) for column in columns]
 
 
+def dictionary_bytes(table: pa.Table) -> int:
+    """Bytes that every slice of a table has, whatever its rows: those of dictionaries, and some of offsets."""
+    return int(table.slice(0, 0).nbytes)
+
+
 def buffers_of(arrays: Sequence[pa.Array], schema: pa.Schema) -> tuple[pa.Buffer | None, ...] | None:
     """The buffers of all columns, cut to the rows; None when a column is not raw."""
     out: list[pa.Buffer | None] = []

@@ -6,6 +6,9 @@ the cuts of one input sort after one another and before the next input, and ever
 dropped by input id, pieces are assembled in its order) holds for cuts without knowing them.
 
 Cuts are at multiples of 64 rows: every bitmap then starts at a whole byte, and all buffers stay views.
+
+The dictionary of a categorical column goes with every cut, whole. So a cut has at least as many bytes of rows as of
+dictionaries, whatever the limit: all cuts together are at most about twice the shard.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from dask_gpurt.shuffle.rows.arrow_buffers import dictionary_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,13 +33,14 @@ _ROWS = 64
 
 
 def cut(shard: Shard, limit_bytes: int) -> list[Shard]:
-    """The shard in pieces of at most `limit_bytes`, as far as 64 rows are not more than that already."""
+    """The shard in pieces of at most `limit_bytes`, as far as 64 rows and the dictionaries are not more than that."""
     n = shard.table.num_rows
     if shard.nbytes <= limit_bytes or n <= _ROWS:
         return [shard]
     ends = np.cumsum(shard.lengths, dtype=np.int64)
     out: list[Shard] = []
-    for low, high in _ranges(shard.table, 0, n, limit_bytes):
+    whole = dictionary_bytes(shard.table)
+    for low, high in _ranges(shard.table, 0, n, whole + max(limit_bytes - whole, whole), whole):
         first, last = np.searchsorted(ends, [low, high - 1], side="right")
         edges = np.clip(ends[first : last + 1], low, high)
         out.append(
@@ -53,20 +59,20 @@ def cut(shard: Shard, limit_bytes: int) -> list[Shard]:
     return out
 
 
-def _ranges(table: pa.Table, low: int, high: int, limit_bytes: int) -> Iterator[tuple[int, int]]:
-    """Ranges of rows, about even; rows of very different sizes are halved until they fit."""
+def _ranges(table: pa.Table, low: int, high: int, limit_bytes: int, whole: int) -> Iterator[tuple[int, int]]:
+    """Ranges of rows, about even; rows of very different sizes are halved until they fit. `whole` is in each."""
     nbytes = table.slice(low, high - low).nbytes
     if nbytes <= limit_bytes or high - low <= _ROWS:
         yield low, high
         return
-    pieces = -(-nbytes // limit_bytes)
+    pieces = -(-(nbytes - whole) // max(1, limit_bytes - whole))
     step = max(_ROWS, -(-(high - low) // pieces) // _ROWS * _ROWS)
     for at in range(low, high, step):
         end = min(at + step, high)
         if (at, end) == (low, high):
             yield low, high
         else:
-            yield from _ranges(table, at, end, limit_bytes)
+            yield from _ranges(table, at, end, limit_bytes, whole)
 
 
 def _rows(table: pa.Table, at: int, n: int) -> pa.Table:

@@ -32,7 +32,7 @@ import numpy as np
 from dask_gpurt.memory.malloc import heap
 from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.rows import gather
-from dask_gpurt.shuffle.rows.arrow_buffers import pieces_of
+from dask_gpurt.shuffle.rows.arrow_buffers import dictionary_bytes, pieces_of
 from dask_gpurt.shuffle.rows.pickled_columns import table_of
 from dask_gpurt.shuffle.rows.schema import known_schema, schema_of
 
@@ -251,8 +251,10 @@ def split(
     if plain is None:
         to_arrow, _ = seam.shuffle_tables()
         table = _prepared(table_of(data.drop(columns=column) if drop_column else data, to_arrow, fixed))
-    row_bytes = (table.nbytes if plain is None else plain.nbytes) / len(data)
-    least_bytes = max(SHARD_BYTES, COLUMN_BYTES * data.shape[1])
+    # Every shard has the dictionaries, whole: at least as many bytes of rows go with them.
+    whole = dictionary_bytes(table) if plain is None else 0
+    row_bytes = (table.nbytes - whole if plain is None else plain.nbytes) / len(data)
+    least_bytes = max(SHARD_BYTES, COLUMN_BYTES * data.shape[1], whole)
     known = schema_of(table.schema) if plain is None else known_schema(plain.schema)
     counts = np.diff(rows.offsets)
     places: list[tuple[str, int, int]] = []

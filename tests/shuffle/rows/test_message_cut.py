@@ -78,6 +78,19 @@ def test_a_column_of_nothing_but_nulls_is_cut():
     assert pa.concat_tables([p.table for p in pieces]).equals(shard.table)
 
 
+@pytest.mark.parametrize("words", [100, 1000, 30_000])
+def test_dictionaries_travel_once_for_as_many_bytes_of_rows(words):
+    """Each cut has them whole, so cuts of a few rows would be many times the shard."""
+    codes = np.random.default_rng(0).integers(0, words, 30_000)
+    text = pd.Categorical.from_codes(codes, [f"a category of some length {i}" for i in range(words)])
+    shard = shard_of(pd.DataFrame({"c": text, "x": np.arange(30_000) * 1.5}), 1)
+    pieces = cut(shard, 60_000)
+    assert sum(p.nbytes for p in pieces) <= 2.5 * shard.nbytes
+    whole = shard.table.slice(0, 0).nbytes
+    assert all(p.nbytes <= max(60_000, 2 * whole) for p in pieces)
+    assert pa.concat_tables([p.table for p in pieces]).equals(shard.table)
+
+
 def test_what_fits_is_left_alone():
     shard = shard_of(plain(100))
     assert cut(shard, 1 << 20) == [shard]

@@ -145,3 +145,14 @@ def test_a_wide_frame_is_cut_to_several_shards():
     shards = [shard for _, shard in split(df, "p", True, 0, OutputLayout(dict.fromkeys(range(8), "a")))]
     assert len(shards) >= 3
     assert max(shard.nbytes for shard in shards) <= 0.4 * sum(shard.nbytes for shard in shards)
+
+
+def test_shards_with_a_large_dictionary_are_few():
+    """Each of them travels with all of it."""
+    n, words = 200_000, [f"a category of some length {i}" for i in range(40_000)]
+    codes = np.random.default_rng(0).integers(0, len(words), n)
+    df = pd.DataFrame({"p": codes % 16, "c": pd.Categorical.from_codes(codes, words), "x": np.arange(n) * 1.5})
+    shards = [shard for _, shard in split(df, "p", True, 0, OutputLayout({p: f"w{p % 2}" for p in range(16)}))]
+    (whole,) = (shard for _, shard in split(df.assign(p=0), "p", True, 0, OutputLayout({0: "w"})))
+    assert sum(shard.table.num_rows for shard in shards) == n
+    assert sum(shard.nbytes for shard in shards) < 2.5 * whole.nbytes
