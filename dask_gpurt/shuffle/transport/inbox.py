@@ -116,7 +116,7 @@ class Inbox:
         except Exception as e:
             self._links.was_corrupt(sender, name)
             self._count(refused=1, transport_errors=1)
-            self._links.problems[sender] = traceback.format_exc()
+            self._links.had_problem(sender, traceback.format_exc())
             done(repr(e))
             return
         counters.messages_in += 1

@@ -34,7 +34,7 @@ class LinkCounters:
 class LinkTable:
     """The figures of one worker's links. Any thread."""
 
-    #: links of which figures are kept
+    #: links of which figures are kept, and peers
     LIMIT = 4096
 
     def __init__(self) -> None:
@@ -57,6 +57,18 @@ class LinkTable:
         """Count a message that did not parse or failed a checksum."""
         self.of(peer, name).corrupt += 1
         self.corrupt[peer] = self.corrupt.get(peer, 0) + 1
+        self._bound(self.corrupt)
+
+    def had_problem(self, peer: str, text: str) -> None:
+        """Enter what went wrong with a peer."""
+        self.problems.pop(peer, None)  # the latest comes last
+        self.problems[peer] = text
+        self._bound(self.problems)
+
+    def _bound(self, table: dict[str, Any]) -> None:
+        """Every worker that is lost leaves an entry, and a worker may outlive any number of others."""
+        while len(table) > self.LIMIT:
+            table.pop(list(table)[0], None)  # noqa: RUF015  an iterator would see what other threads enter
 
     def statistics(self) -> list[dict[str, Any]]:
         """Plain JSON values, by peer and transport."""

@@ -211,7 +211,7 @@ class Plane:
                 route.chooser.lost(name, end)
             elif device:
                 route.chooser.lost(DEVICE, end)
-            self.links.problems[peer] = f"{name}: {receipt.problem}"
+            self.links.had_problem(peer, f"{name}: {receipt.problem}")
             logger.info("message to %s is sent again over %s: %s over %s", peer, SAFE, receipt.problem, name)
         return await self._send_safe(run, route, peer, nbytes, device, safe)
 
@@ -267,7 +267,7 @@ class Plane:
             return await future
         except Exception as e:
             self._count(transport_errors=1)
-            self.links.problems[peer] = traceback.format_exc()
+            self.links.had_problem(peer, traceback.format_exc())
             return Receipt(repr(e), lost=True)
 
     async def _hand_over(self, key: RunKey, peer: str, frames: Sequence[Any]) -> Receipt:
@@ -361,7 +361,7 @@ class Plane:
 
     def _on_loss(self, name: str, peer: str, reason: str, violation: bool) -> None:
         self._count(links_lost=1)
-        self.links.problems[peer] = f"{name}: {reason}"
+        self.links.had_problem(peer, f"{name}: {reason}")
         logger.info("gpurt %s link with %s ended%s: %s", name, peer, " (violation)" if violation else "", reason)
 
     # ---- the end, and what was counted

@@ -8,6 +8,7 @@ import pytest
 from dask_gpurt.errors import WireError
 from dask_gpurt.shuffle.protocol.messages import KIND
 from dask_gpurt.shuffle.transport.cards import AskCard, AskCredit, Card
+from dask_gpurt.shuffle.transport.peers import LinkTable
 from dask_gpurt.shuffle.transport.plane import QUESTIONS
 
 
@@ -33,3 +34,14 @@ def test_a_card_that_lacks_a_field_is_refused() -> None:
     del plain["limit"]
     with pytest.raises(WireError, match=r"Card without limit.*one version"):
         Card.from_dict(plain)
+
+
+def test_what_is_kept_of_peers_that_are_gone_is_bounded() -> None:
+    table = LinkTable()
+    for i in range(table.LIMIT + 10):
+        table.was_corrupt(f"tcp://a:{i}", "tcp")
+        table.had_problem(f"tcp://a:{i}", "lost")
+        table.had_problem("tcp://a:0", f"lost {i}")
+    assert len(table.statistics()) == len(table.problems) == len(table.corrupt) == table.LIMIT
+    assert table.problems["tcp://a:0"] == f"lost {i}"
+    assert f"tcp://a:{i}" in table.corrupt
