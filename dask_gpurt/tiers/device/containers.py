@@ -98,15 +98,19 @@ class WithContainers:
 
     def decode(self, frames: list[memoryview]) -> Any:
         """The value on the device again, from its frames."""
-        return self.decode_pieces([[f] for f in frames])
+        return self._decode([[f] for f in frames], lambda pieces: pieces[0])
 
     def decode_pieces(self, frames: list[list[memoryview]]) -> Any:
         """The same, from frames that lie in pieces."""
-        index = pickle.loads(_joined(frames[0]))
+        return self._decode(frames, _copied)
+
+    def _decode(self, frames: list[list[memoryview]], own: Callable[[list[memoryview]], memoryview]) -> Any:
+        """`own`: makes memory of the value's own of the pieces of a frame."""
+        index = pickle.loads(own(frames[0]))
         if index is None:
             return self.inner.decode_pieces(frames[1:])
         n, lengths = index
-        structure = self._structure.decode([memoryview(_joined(f)) for f in frames[1 : 1 + n]])
+        structure = self._structure.decode([own(f) for f in frames[1 : 1 + n]])
         at, members = 1 + n, []
         for length in lengths:
             members.append(self.inner.decode_pieces(frames[at : at + length]))
@@ -131,5 +135,7 @@ def _frames(groups: Sequence[Group]) -> list[Any]:
     return [frame for _, frames in groups for frame in frames]
 
 
-def _joined(pieces: Sequence[memoryview]) -> bytes | memoryview:
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+def _copied(pieces: Sequence[memoryview]) -> memoryview:
+    # Pieces are blocks that are used again once the copy is freed. Members in host memory are views of what is decoded
+    # here, and may live longer: a task can return one.
+    return memoryview(bytearray().join(pieces))

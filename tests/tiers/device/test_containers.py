@@ -57,6 +57,21 @@ def test_the_outputs_of_a_split_leave_and_come_back(tmp_path: Path, blocks: int 
     assert rig.space.copies.unspillable == 0
 
 
+@pytest.mark.parametrize("blocks", [None, 0], ids=["blocks", "disk"])
+def test_a_host_member_outlives_the_copy_that_it_came_from(tmp_path: Path, blocks: int | None) -> None:
+    """It was a view of the blocks, so the next value that left the device wrote over it."""
+    rig = ContainerRig(tmp_path, 5 * SIZE, blocks=blocks)
+    box = rig.space.put("a", [rig.backend.make(0, SIZE), np.arange(1000)])
+    rig.space.spill(1)
+    host = box.get()[1]  # as a task does that returns it
+    host[0] = 7  # nor is it read-only
+    box.space.remove(box)
+    rig.space.put("b", [rig.backend.make(1, SIZE), np.full(1000, -1)])
+    rig.space.spill(1)
+    assert host[0] == 7
+    assert (host[1:] == np.arange(1, 1000)).all()
+
+
 @pytest.mark.parametrize("wrap", [lambda v: v, lambda v: [v], lambda v: (v, 1), lambda v: {"a": v}, lambda v: [(v,)]])
 def test_what_is_looked_into(tmp_path: Path, wrap: Any) -> None:
     rig = ContainerRig(tmp_path, 5 * SIZE)
