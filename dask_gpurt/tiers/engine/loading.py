@@ -180,11 +180,15 @@ class Loading:
         return value
 
     def _get_elsewhere(self, entry: Entry) -> Any:
-        # Called by user code in a task's thread: change no books. The value may go between any two lines.
-        value, handle = entry.value, entry.handle
-        if value is not None or entry.in_memory:
+        # Called by user code in a task's thread: change no books. The value may come, or go, between any two lines. So
+        # None is believed only of a value without a copy: one that came meanwhile, or went, has one, or is `gone`.
+        value = entry.value
+        if value is not None:
             return value
+        handle = entry.handle
         if handle is None:
+            if entry.in_memory and not entry.gone:
+                return None
             raise LostData(f"no valid copy of {entry.key!r} is left here")
         self._counters.sync_reads += 1
         try:

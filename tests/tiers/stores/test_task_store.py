@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from dask_gpurt.errors import LostData
 from dask_gpurt.tiers.engine.counters import LoopTime
 from dask_gpurt.tiers.engine.entry import TABLE, Entry, IllegalMove, State
 from dask_gpurt.tiers.storage.codec import PickleCodec, flat
@@ -299,6 +300,55 @@ def test_reading_from_another_thread(run_rig: RunRig) -> None:
         assert (got[1] == 2).all()
         assert list(rig.store.slow) == ["a"], "books are the loop's alone"
         rig.validate()
+
+    run_rig(test)
+
+
+def test_reading_from_another_thread_what_comes_meanwhile(run_rig: RunRig) -> None:
+    """The value was looked at first, then the state: None, as it was not here, was taken for the value."""
+
+    async def test(rig: Rig) -> None:
+        loop = asyncio.get_running_loop()
+        loop_thread = threading.get_ident()
+
+        async def load() -> None:
+            rig.store.release(await rig.store.ensure(["a"]))
+
+        class Comes(Entry):
+            @property
+            def value(self) -> Any:
+                held = self.__dict__["value"]
+                if threading.get_ident() != loop_thread:
+                    asyncio.run_coroutine_threadsafe(load(), loop).result()
+                return held
+
+            @value.setter
+            def value(self, value: Any) -> None:
+                self.__dict__["value"] = value
+
+        rig.store["a"], rig.store["none"] = value(1), None
+        rig.spill_all()
+        await rig.settle()
+        rig.engine.shrink(0)
+        entry = rig.store.entry("a")
+        assert entry is not None
+        entry.__class__ = Comes
+        assert (await asyncio.to_thread(rig.store.__getitem__, "a") == 1).all()
+        assert entry.in_memory
+        assert await asyncio.to_thread(rig.store.__getitem__, "none") is None
+        rig.validate()
+
+    run_rig(test)
+
+
+def test_reading_from_another_thread_what_was_removed(run_rig: RunRig) -> None:
+    async def test(rig: Rig) -> None:
+        rig.store["a"] = value(1)
+        entry = rig.store.entry("a")
+        assert entry is not None
+        del rig.store["a"]
+        with pytest.raises(LostData):
+            await asyncio.to_thread(rig.engine.get, entry)
 
     run_rig(test)
 
