@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import mmap
 import sys
+import traceback
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
@@ -129,9 +130,9 @@ def _parts(value: object) -> list[tuple[int, int, int]] | None:
     except Exception:  # a class of the user's, or a pandas that is made otherwise
         errors += 1
         if errors in (1, 100, 10_000):
-            logger.warning(
-                "a %s cannot be looked into: its sizeof counts (%d such values)", kind, errors, exc_info=True
-            )
+            # The traceback as text: a worker keeps its last records, and with the exception they would keep the value.
+            message = "a %s cannot be looked into: its sizeof counts (%d such values)\n%s"
+            logger.warning(message, kind, errors, traceback.format_exc())
         return None
     return out
 

@@ -296,7 +296,8 @@ class Eviction:
             entry.unspillable = True
             self._books.move(entry, "write-failed")
             self._counters.write_errors["unpicklable"] += 1
-            logger.warning("%r cannot be written and stays in memory: %r", entry.key, error.__cause__)
+            # As text: a worker keeps its last 10,000 records, and an exception has the value in its traceback.
+            logger.warning("%r cannot be written and stays in memory: %s", entry.key, repr(error.__cause__))
             return
         kind = error_kind(error)
         self._counters.write_errors[kind] += 1

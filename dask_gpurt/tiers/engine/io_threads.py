@@ -116,7 +116,8 @@ class IoThreads:
             if error is not None:
                 self.failures += 1
                 if self.failures in (1, 100, 10_000):
-                    logger.warning("%r failed in an I/O thread (%d such failures): %r", function, self.failures, error)
+                    what = repr(function), self.failures, repr(error)  # text: the log of a worker keeps records
+                    logger.warning("%s failed in an I/O thread (%d such failures): %s", *what)
 
         def hand_over(future: Future[Any]) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed

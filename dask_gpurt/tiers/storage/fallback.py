@@ -115,7 +115,9 @@ class Cascade:
             level.last_error = str(error)
             first = level.rest.failed(self._clock())
         if first:
-            logger.warning("the %s tier is set aside after failed writes: %s", level.tier.tier.name.lower(), error)
+            # As text: the log of a worker keeps records, and a traceback holds the frames of the value.
+            name, text = level.tier.tier.name.lower(), level.last_error
+            logger.warning("the %s tier is set aside after failed writes: %s", name, text)
 
     def probe(self) -> None:
         """All of them."""

@@ -345,7 +345,7 @@ class _Draining:
         kind = error_kind(error)
         self._engine.counters.write_errors[kind] += 1
         if self._engine.counters.write_errors[kind] in (1, 100, 10_000):
-            logger.warning("%s: %r", message, error)
+            logger.warning("%s: %s", message, repr(error))  # text: records are kept, and a traceback holds the value
 
     def _share_budget(self) -> None:
         if self._budget_bytes is not None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
+import logging
 import os
 import random
 import resource
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from distributed.utils import DequeHandler
 
 from dask_gpurt.errors import LostData, TierFull
 from dask_gpurt.model import compression
@@ -245,6 +249,27 @@ def test_unpicklable_value_stays_and_blocks_nobody(run_rig: RunRig) -> None:
         assert rig.engine.counters.write_errors == {"unpicklable": 1}, "tried once, not for ever"
         rig.validate()
 
+    run_rig(test)
+
+
+def test_the_log_does_not_keep_what_cannot_be_written(run_rig: RunRig, monkeypatch: Any) -> None:
+    """A worker keeps its last 10,000 records. An exception in one of them has the value in its traceback."""
+    log = DequeHandler()
+
+    async def test(rig: Rig) -> None:
+        rig.store["bad"] = bad = Unpicklable()
+        alive = weakref.ref(bad)
+        del bad
+        rig.spill_all()
+        await rig.settle()
+        assert ["cannot be written" in r.getMessage() for r in log.deque] == [True]
+        del rig.store["bad"]
+        gc.collect()
+        assert alive() is None
+
+    monkeypatch.setattr(logging.getLogger("distributed.worker"), "handlers", [log])  # as a worker does
+    # pytest keeps records too. No worker keeps those of this logger, which have the value in them.
+    monkeypatch.setattr(logging.getLogger("distributed.protocol.pickle"), "disabled", True)
     run_rig(test)
 
 
