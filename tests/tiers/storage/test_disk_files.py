@@ -283,6 +283,30 @@ def test_a_damaged_record_stops_compaction_only(small: DiskTier) -> None:
     assert small.used_bytes == 0
 
 
+def test_a_record_that_is_freed_while_its_segment_is_compacted(small: DiskTier, monkeypatch: Any) -> None:
+    """Another thread frees at the same time. The segment was then never compacted, whatever lived on in it."""
+    handles = [small.write([(0, [noise(1000, i)])]) for i in range(10)]
+    freed: list[DiskHandle] = []
+    read = small._segments.read
+
+    def frees_one_more(place: Record, part: int | None) -> Any:
+        if not freed:
+            freed.append(next(h for h in handles[7:] if h.place is place))
+            freed[0].free()
+        return read(place, part)
+
+    monkeypatch.setattr(small._segments, "read", frees_one_more)
+    for handle in handles[:7]:
+        handle.free()
+    assert len(freed) == small.compactions == 1
+    assert small.used_bytes == on_disk(small) == 2000
+    for i, handle in enumerate(handles[7:], 7):
+        if handle not in freed:
+            assert bytes(handle.load_part(0)[0][0]) == noise(1000, i).tobytes()
+            handle.free()
+    assert small.files() == []
+
+
 def test_a_failed_append_leaves_no_trace(tmp_path: Path) -> None:
     system = FaultyOs()
     disk = DiskTier(str(tmp_path / "t"), os_layer=system)

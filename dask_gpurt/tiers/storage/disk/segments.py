@@ -250,6 +250,8 @@ class Segments:
                     [Piece(f.part, f.nbytes, f.codec, [b]) for f, b in zip(frames, buffers, strict=True)]
                 )
             except (OSError, CorruptData):
+                if record.freed:  # meanwhile, by another thread: one less to move, and no reason to give up
+                    continue
                 return  # reading the record finds the same, and reports it
             with self._lock:
                 copy = moved.segment
