@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import gc
 import logging
 import os
 import subprocess
 import sys
 import tempfile
+import weakref
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -146,6 +149,29 @@ def test_when_all_fail_the_caller_hears_it(tmp_path: Path) -> None:
     for system in rig.systems:
         system.always.clear()
     rig.end({0: rig.write(0)})
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_failure_keeps_no_value(tmp_path: Path, failing: int) -> None:
+    """The error, its traceback and the frame with the value were a circle: it stayed until a garbage collection."""
+    rig = Rig(tmp_path, 2)
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.EIO, "no")  # a new one: one that is raised again keeps its tracebacks
+
+    for system in rig.systems[:failing]:
+        system.always["open"] = fails
+    value = noise(0)
+    alive = weakref.ref(value)
+    gc.disable()
+    try:
+        with contextlib.suppress(OSError):
+            rig.tier.write([(0, [value])])
+        del value
+        assert alive() is None
+    finally:
+        gc.enable()
+    rig.tier.close()
 
 
 def test_a_read_that_fails_sets_aside_for_writes(tmp_path: Path) -> None:

@@ -139,31 +139,35 @@ class Directories:
             return self._folders[0].disk.write(groups)
         nbytes = sum(memoryview(b).nbytes for _, buffers in groups for b in buffers)
         error: OSError | None = None
-        for folder in self._order(nbytes):
-            seconds = self._seconds(folder, nbytes)[1]
-            with self._lock:
-                folder.clock_seconds += seconds
-            try:
-                handle = folder.disk.write(groups)
-            except OSError as e:
-                error = e
+        try:
+            for folder in self._order(nbytes):
+                seconds = self._seconds(folder, nbytes)[1]
                 with self._lock:
-                    folder.clock_seconds -= seconds
-                # The worker's quota says nothing about the folder.
-                quota = isinstance(e, TierFull) and e.errno == errno.EDQUOT and e.__cause__ is None
-                if quota:
-                    raise
-                self._failed(folder, e)
-            else:
-                with self._lock:
-                    if folder.rest.failures:
-                        # It got nothing meanwhile; it is not to get everything now.
-                        folder.rest.failures = 0
-                        others = [f.clock_seconds for f in self._folders if f is not folder]
-                        folder.clock_seconds = max(folder.clock_seconds, min(others))
-                return handle
-        assert error is not None
-        raise error
+                    folder.clock_seconds += seconds
+                try:
+                    handle = folder.disk.write(groups)
+                except OSError as e:
+                    error = e
+                    with self._lock:
+                        folder.clock_seconds -= seconds
+                    # The worker's quota says nothing about the folder.
+                    quota = isinstance(e, TierFull) and e.errno == errno.EDQUOT and e.__cause__ is None
+                    if quota:
+                        raise
+                    self._failed(folder, e)
+                else:
+                    with self._lock:
+                        if folder.rest.failures:
+                            # It got nothing meanwhile; it is not to get everything now.
+                            folder.rest.failures = 0
+                            others = [f.clock_seconds for f in self._folders if f is not folder]
+                            folder.clock_seconds = max(folder.clock_seconds, min(others))
+                    return handle
+            assert error is not None
+            raise error
+        finally:
+            # Its traceback holds this frame, which holds it and the frames of the value: as in `fallback`.
+            del error
 
     def _order(self, nbytes: int) -> list[_Folder]:
         """The folders to try, best first: those that are not set aside, or the one whose time ends first."""
