@@ -30,6 +30,7 @@ as there are tasks); a score instead of priorities (stale at the next event, and
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -249,10 +250,8 @@ class NextUsePlugin(TierPlugin):
             return
         before = time.perf_counter()
         messages: dict[str, list[tuple[Key, Uses]]] = {}
-        for _ in range(FLUSH_KEYS):
-            if not self._dirty:
-                break
-            ts = next(iter(self._dirty))
+        # All at once: a dict keeps the places of what was taken out, and each look for the first one would pass them all.
+        for ts in list(itertools.islice(self._dirty, FLUSH_KEYS)):
             del self._dirty[ts]
             try:
                 self._collect(ts, messages)

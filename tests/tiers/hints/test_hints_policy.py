@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import OrderedDict
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from distributed.worker_state_machine import ExecuteFailureEvent, ExecuteSuccessEvent
@@ -14,6 +15,7 @@ from benchmarks.eviction_replay import Ours, moved, replay
 from dask_gpurt.tiers.engine.entry import NEVER, Account, Entry
 from dask_gpurt.tiers.engine.victims import Victims, soonest_use
 from dask_gpurt.tiers.hints.protocol import OP
+from dask_gpurt.tiers.hints.scheduler import FLUSH_KEYS, NextUsePlugin
 from dask_gpurt.tiers.hints.worker import GUESS_SECONDS, HintReceiver, decided_share
 from dask_gpurt.tiers.storage.codec import PickleCodec
 from tests.tiers.conftest import guard
@@ -84,6 +86,13 @@ def test_one_order_for_those_that_rank_by_the_next_use_alone() -> None:
     assert soonest_use(entry("f")) is None
 
 
+def test_the_first_victim_is_found_without_passing_those_that_left() -> None:
+    """In a plain dict each of n victims cost as many steps as had left before it: 4 s of event loop for 40,000."""
+    victims = Victims()
+    for table in (victims._unknown, victims._small, victims._clean):
+        assert isinstance(table, OrderedDict)
+
+
 def test_a_changed_hint_changes_the_place() -> None:
     victims = Victims()
     a, b = entry("a", (0, 1, 5)), entry("b", (0, 1, 6))
@@ -106,6 +115,28 @@ def test_any_clean_one_when_nothing_can_be_written() -> None:
     assert victims.pop_clean(any_place=True) is None
     assert victims.decided_by == {"clean": 1}
     assert decided_share({}) is None
+
+
+def test_a_flush_looks_for_its_tasks_once() -> None:
+    """A search for each of 500 passed the places of all that were flushed before: 0.1 s of event loop in 500,000."""
+
+    class Dirty(dict[Any, None]):
+        looks = 0
+
+        def __iter__(self) -> Any:
+            self.looks += 1
+            return super().__iter__()
+
+    class Gone:
+        key, who_has = "gone", ()
+
+    plugin = NextUsePlugin()
+    gone: Any = [Gone() for _ in range(FLUSH_KEYS + 1)]
+    plugin._dirty = dirty = Dirty.fromkeys(gone)
+    plugin._scheduler = cast("Any", SimpleNamespace(tasks={}))
+    plugin._flush()
+    assert dirty.looks == 1
+    assert list(dirty) == gone[FLUSH_KEYS:]
 
 
 class FakeTask(SimpleNamespace):
