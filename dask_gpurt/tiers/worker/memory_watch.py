@@ -9,7 +9,8 @@ Two triggers move values to disk, as in distributed:
 When the process is too large, memory that other parts keep for later (`memory.reclaim`) and what is free inside of
 allocators (`memory.arenas`) is given back too. Where shuffles have raised its thresholds, the allocator keeps much of
 it. To move values then does not make the process smaller, and a worker that distributed has paused for it would stay
-paused for good, with nothing in memory. (Seen: a sort of three times the memory.)
+paused for good, with nothing in memory. (Seen: a sort of three times the memory.) So it is given back, too, wherever
+the worker is paused, also where ``spill`` is false and values stay.
 
 Pausing stays with distributed's monitor, which reads the same resident set. The nanny's ``terminate`` stays as well.
 """
@@ -24,6 +25,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from dask.utils import format_bytes
+from distributed.core import Status
 from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt.memory import reclaim
@@ -90,9 +92,9 @@ class MemoryWatch:
         self.stop()
         self._limits = limits
         _allow(self, max(_KEPT_LEAST, int(_KEPT * (self._worker.memory_manager.memory_limit or 0))))
-        if limits.watch_high_bytes is not None:
-            self._callback = PeriodicCallback(self.look, limits.interval_seconds * 1000)
-            self._callback.start()
+        # Also where the resident set moves no values: what is kept for later has to go.
+        self._callback = PeriodicCallback(self.look, limits.interval_seconds * 1000)
+        self._callback.start()
 
     def stop(self) -> None:
         """Look no longer, until `set_limits`."""
@@ -119,6 +121,8 @@ class MemoryWatch:
         """Look at the resident set once, and act."""
         pages.trim_idle()
         self._engine.eviction.relax()
+        if self._worker.status is Status.paused:  # by a mark of its own, which may lie below ours, or be the only one
+            self.trim()
         high, low = self._limits.watch_high_bytes, self._limits.watch_low_bytes
         if high is None or low is None:
             return

@@ -25,6 +25,7 @@ from distributed.utils_test import NO_AMM, async_poll_for, gen_cluster
 import dask_gpurt  # noqa: F401  (registers the defaults)
 from dask_gpurt.config import Settings, TierSettings
 from dask_gpurt.errors import InstallError, LostData, SeamMismatch
+from dask_gpurt.memory import reclaim
 from dask_gpurt.testing import ArrayChunk, check_shard_store
 from dask_gpurt.tiers import TieredStore, TierRuntime
 from tests.memory_watch import NO_WATCH
@@ -193,6 +194,24 @@ async def test_resident_set_above_the_mark_spills(c: Client, s: Scheduler, a: Wo
     assert await c.gather(c.map(total, x)) == [total(make(i)) for i in range(10)]
 
 
+@gen_cluster(
+    nthreads=[("127.0.0.1", 1)],
+    worker_kwargs={"memory_limit": "100 MB"},
+    config={"distributed.worker.memory.spill": False},
+)
+async def test_a_worker_that_does_not_spill_is_not_paused_for_what_is_kept(s: Scheduler, a: Worker) -> None:
+    """What shuffles keep to send again, and pages, went only where the resident set was watched: it paused for good."""
+    kept = [True]
+    giver = kept.clear
+    reclaim.register(giver)
+    try:
+        await TierRuntime.install(a, tier_settings())
+        a.monitor.get_process_memory = lambda: (85 if kept else 10) * MB
+        await async_poll_for(lambda: not kept and a.status.name == "running", timeout=30)
+    finally:
+        reclaim._givers.remove(giver)
+
+
 @pytest.mark.parametrize(
     ("config", "memory_limit", "budget", "watched"),
     [
@@ -217,7 +236,7 @@ def test_what_the_user_told_distributed_is_respected(
     async def inner(s: Scheduler, a: Worker) -> None:
         runtime = await TierRuntime.install(a, tier_settings())
         assert runtime.engine.budget_bytes == budget
-        assert (runtime._watch._callback is not None) is watched
+        assert (runtime._limits.watch_high_bytes is not None) is watched
 
     inner()
 
