@@ -73,6 +73,7 @@ class Box:
         "key",
         "last_use",
         "lock",
+        "lost",
         "nbytes",
         "next_use",
         "outside",
@@ -101,6 +102,8 @@ class Box:
         #: see `victims.soonest_use`
         self.next_use: Callable[[], tuple[float, ...] | None] = _unknown
         self.unspillable = False
+        #: no valid copy is left; set on the event loop
+        self.lost = False
         #: its memory is not the allocator's: that it leaves makes no room there
         self.outside = False
 

@@ -288,6 +288,7 @@ class TieredStore(MutableMapping["Key", Any]):
             await self._engine.offload(box.get)
         except LostData:
             if not entry.gone:
+                box.lost = True
                 self._account.on_lost(entry)
         except MemoryError:  # counted by the device
             pass
@@ -332,7 +333,10 @@ class TieredStore(MutableMapping["Key", Any]):
     def is_lost(self, key: Key) -> bool:
         """The key is here by name, but no valid copy is left."""
         entry = self._entries.get(key)
-        return entry is not None and entry.state is State.LOST
+        if entry is None:
+            return False
+        box = entry.value
+        return box.lost if type(box) is Box else entry.state is State.LOST
 
     def adopt(self, key: Key, nbytes: int, handle: Handle) -> None:
         """Take over a value that is on disk already, without reading it."""

@@ -137,6 +137,21 @@ async def test_tasks_on_four_times_the_limit(c: Client, s: Scheduler, a: Worker)
 
 @pytest.mark.cluster
 @gen_cluster(client=True, nthreads=[("", 2)], config=CONFIG)
+async def test_a_value_whose_copy_is_unreadable_is_computed_again(c: Client, s: Scheduler, a: Worker) -> None:
+    runtime, _ = await install(a)
+    space = runtime.store.device
+    value = c.submit(make, 1, nbytes=100 * KB, key="v")
+    await wait(value)
+    space.spill(1)
+    (box,) = space._all()
+    box.handle.alive[0] = False
+    assert await c.submit(right, value, 1)
+    assert runtime.statistics()["lost_keys"] == 1
+    assert await c.submit(right, value, 1, pure=False)
+
+
+@pytest.mark.cluster
+@gen_cluster(client=True, nthreads=[("", 2)], config=CONFIG)
 async def test_two_tasks_that_do_not_fit_together(c: Client, s: Scheduler, a: Worker) -> None:
     runtime, _ = await install(a)
     BEGAN.clear()
