@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from distributed.stealing import WorkStealing
@@ -17,13 +19,28 @@ def take_back(scheduler: Scheduler, ws: WorkerState) -> int:
     Without Dask's work stealing nothing is done.
     """
     stealing = scheduler.extensions.get("stealing")
-    load: dict[WorkerState, int] = {}
+    given: Counter[WorkerState] = Counter()
+    others = scheduler.running - {ws}
+
+    def load(w: WorkerState) -> float:
+        return (len(w.processing) + given[w]) / w.nthreads
+
+    # A look at all workers for each task would hold the scheduler for seconds: thousands of each are normal.
+    heap = [(load(w), i, w) for i, w in enumerate(others)]
+    heapq.heapify(heap)
     for ts in list(ws.processing) if isinstance(stealing, WorkStealing) else ():
-        valid = scheduler.valid_workers(ts)
-        others = scheduler.running if valid is None else valid & scheduler.running
-        if ts.actor or ts in stealing.in_flight or not others - {ws}:
+        if ts.actor or ts in stealing.in_flight:
             continue
-        thief = min(others - {ws}, key=lambda w: (len(w.processing) + load.get(w, 0)) / w.nthreads)
-        load[thief] = load.get(thief, 0) + 1
+        able = scheduler.valid_workers(ts)
+        if able is not None:
+            able = able & others
+            thief = min(able, key=load) if able else None
+        else:
+            thief = heap[0][2] if heap else None
+        if thief is None:
+            continue
+        given[thief] += 1
+        if able is None:
+            heapq.heapreplace(heap, (load(thief), heap[0][1], thief))
         stealing.move_task_request(ts, ws, thief)
-    return sum(load.values())
+    return given.total()
