@@ -133,7 +133,12 @@ class LocalUses(WorkerPlugin):
     def _push(self, entry: Entry, priority: tuple[float, ...], number: int) -> None:
         if entry.dues is None:
             entry.dues = []
-        heapq.heappush(entry.dues, (priority, number))
+        dues = entry.dues
+        heapq.heappush(dues, (priority, number))
+        # Tasks that have run leave from the front only. Behind one that waits for days they would pile up.
+        if len(dues) > 2 * len(self._live) + 64:
+            dues[:] = [due for due in dues if due[1] in self._live]
+            heapq.heapify(dues)
         self._refresh(entry)
 
     def _refresh(self, entry: Entry) -> None:

@@ -250,7 +250,7 @@ class NextUsePlugin(TierPlugin):
             return
         before = time.perf_counter()
         messages: dict[str, list[tuple[Key, Uses]]] = {}
-        # All at once: a dict keeps the places of what was taken out, and each look for the first one would pass them all.
+        # All at once: a dict keeps the places of what was taken out, and each look for the first would pass them all.
         for ts in list(itertools.islice(self._dirty, FLUSH_KEYS)):
             del self._dirty[ts]
             try:

@@ -236,6 +236,20 @@ def test_due_leaves_last_and_ends_with_the_task(run_rig: RunRig) -> None:
     bench(run_rig, test)
 
 
+def test_what_has_run_does_not_pile_up_behind_what_waits(run_rig: RunRig) -> None:
+    async def test(b: Bench) -> None:
+        x = await b.put("x")
+        b.send("waits", ["x"], 1)
+        for i in range(300):
+            b.send(f"t{i}", ["x"], 2 + i)
+            await b.run(f"t{i}")
+        assert x.dues is not None
+        assert len(x.dues) < 100
+        assert x.due == (1,)
+
+    bench(run_rig, test)
+
+
 def test_no_more_is_ahead_than_has_to_be(run_rig: RunRig) -> None:
     """What is in memory long before its use takes the place of something else."""
 
