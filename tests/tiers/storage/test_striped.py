@@ -20,7 +20,7 @@ from distributed import wait
 from distributed.utils_test import gen_cluster
 
 from dask_gpurt.config import Settings
-from dask_gpurt.errors import InstallError, TierFull
+from dask_gpurt.errors import CorruptData, InstallError, TierFull
 from dask_gpurt.tiers import TierRuntime
 from dask_gpurt.tiers.storage.disk.quota import InFlight, Quota
 from dask_gpurt.tiers.storage.disk.striped import AMPLE_BYTES, Directories, open_directories
@@ -172,6 +172,33 @@ def test_a_failure_keeps_no_value(tmp_path: Path, failing: int) -> None:
     finally:
         gc.enable()
     rig.tier.close()
+
+
+def flips_a_bit(real: Any, fd: int, buffers: list[memoryview], at: int) -> int:
+    n = int(real(fd, buffers, at))
+    buffers[0][0] ^= 1
+    return n
+
+
+def test_one_that_gives_back_other_bytes_is_set_aside(tmp_path: Path) -> None:
+    """The test at the start ended with an error, and the worker had no tiers although another folder was well."""
+    rig = Rig(tmp_path, 2)
+    rig.systems[0].always["preadv"] = flips_a_bit
+    rig.tier.probe()
+    assert [f["set_aside"] for f in rig.tier.statistics()] == [True, False]
+    assert rig.tier.statistics()[0]["errors"] == {"CorruptData": 1}
+    rig.systems[0].always.clear()
+    rig.end({i: rig.write(i) for i in range(4)})
+
+
+def test_a_disk_that_gives_back_other_bytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(disk: DiskTier) -> None:
+        raise CorruptData("other bytes")
+
+    monkeypatch.setattr(DiskTier, "probe", wrong)
+    with pytest.raises(InstallError, match="comes back wrong"):
+        open_directories(str(tmp_path / "local"), settings(str(tmp_path / "disk")), LIMITS)
+    assert [n for _, names, _ in os.walk(tmp_path) for n in names if n.startswith(("worker-", "gpurt-"))] == []
 
 
 def test_a_read_that_fails_sets_aside_for_writes(tmp_path: Path) -> None:

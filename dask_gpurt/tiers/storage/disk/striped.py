@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.diskutils import WorkDir, WorkSpace
 
-from dask_gpurt.errors import InstallError, TierFull
+from dask_gpurt.errors import CorruptData, InstallError, TierFull
 from dask_gpurt.model.events import Event, Sink, null_sink
 from dask_gpurt.model.tier import Tier
 from dask_gpurt.tiers.backoff import BackOff
@@ -194,7 +194,7 @@ class Directories:
         rate = folder.disk.write_rate.bytes_per_second or _UNKNOWN
         return room < nbytes, nbytes / (rate * min(1.0, max(room, 1) / AMPLE_BYTES))
 
-    def _failed(self, folder: _Folder, error: OSError) -> None:
+    def _failed(self, folder: _Folder, error: Exception) -> None:
         with self._lock:
             news = folder.rest.failed(self._clock())
             kind = error_kind(error)
@@ -212,13 +212,13 @@ class Directories:
 
     def probe(self) -> None:
         """Try, and measure, every folder; one that fails is set aside. Raises when all of them do."""
-        last: OSError | None = None
+        last: Exception | None = None
         worked = 0
         for folder in self._folders:
             try:
                 folder.disk.probe()
                 worked += 1
-            except OSError as e:
+            except (OSError, CorruptData) as e:
                 last = e
                 if len(self._folders) > 1:
                     self._failed(folder, e)
@@ -322,4 +322,12 @@ def open_directories(
         directories.probe()
     except OSError as e:  # full just now: the engine copes
         logger.warning("A test of %s failed; values stay in memory until it works: %s", directories.directory, e)
+    except CorruptData as e:
+        directories.close()
+        for work_dir in work_dirs:
+            work_dir.release()
+        raise InstallError(
+            f"what is written to {directories.directory} comes back wrong: {e}. Remedy: check the disk (dmesg, "
+            "smartctl), and set gpurt.tiers.directory to another one"
+        ) from e
     return directories, work_dirs
