@@ -194,7 +194,18 @@ class Holds:
     def _wanted(self) -> list[str]:
         held = {ws for worker in self.held if (ws := self._scheduler.workers.get(worker)) is not None}
         wanted: set[str] = set()
+        # Thousands of tasks may wait, and few for different workers: one look at all workers for each question.
+        asked: set[tuple[object, ...]] = set()
         for ts in self._scheduler.unrunnable if held else ():
+            question = (
+                ts.loose_restrictions,
+                frozenset(ts.worker_restrictions or ()),
+                frozenset(ts.host_restrictions or ()),
+                frozenset((ts.resource_restrictions or {}).items()),
+            )
+            if question in asked:
+                continue
+            asked.add(question)
             able = {ws for ws in self._scheduler.workers.values() if self._may_run(ts, ws)}
             if able & held and not able - held:
                 wanted |= {ws.address for ws in able}
