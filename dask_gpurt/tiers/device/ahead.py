@@ -100,6 +100,10 @@ class DeviceAhead:
             self.used_in_time += 1
             self._rest = BackOff(BAD_IN_A_ROW)
 
+    def removed(self, box: Box) -> None:
+        """Its key is gone: the task that was to read it was cancelled, or runs elsewhere."""
+        self._ahead.pop(box, None)
+
     def moved(self, box: Box) -> None:
         """It has left the device, or come back."""
         if box in self._ahead and box.tier is not Tier.DEVICE:

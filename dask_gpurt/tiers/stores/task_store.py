@@ -195,6 +195,8 @@ class TieredStore(MutableMapping["Key", Any]):
         value = entry.value
         self._engine.remove(entry)
         if type(value) is Box:
+            if self.ahead is not None:
+                self.ahead.removed(value)
             # In a thread: its copy may be on a disk, and another thread may be at work on it.
             self._engine.io.submit(value.space.remove, value)
 

@@ -74,6 +74,27 @@ def hold() -> None:
 
 @pytest.mark.cluster
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], config=CONFIG)
+async def test_what_came_ahead_of_a_task_that_never_runs_is_forgotten(c: Client, s: Scheduler, a: Worker) -> None:
+    runtime, _ = await install(a)
+    BEGAN.clear()
+    GO_ON.clear()
+    value = c.submit(make, 1, nbytes=100 * KB, key="v")
+    await wait(value)
+    await asyncio.to_thread(runtime._device_memory.space.spill, 1)  # type: ignore[union-attr]
+    busy = c.submit(hold, key="busy", priority=1)
+    await asyncio.to_thread(BEGAN.wait, 30)
+    later = c.submit(right, value, 1, key="later")
+    ahead = runtime.store.ahead  # type: ignore[union-attr]
+    await async_poll_for(lambda: len(ahead._ahead) == 1 and ahead._coming is None, timeout=30)  # type: ignore[union-attr]
+    del later, value
+    await async_poll_for(lambda: "v" not in a.data, timeout=30)
+    assert not ahead._ahead  # type: ignore[union-attr]
+    GO_ON.set()
+    await busy
+
+
+@pytest.mark.cluster
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], config=CONFIG)
 async def test_nothing_comes_ahead_where_there_is_no_room(c: Client, s: Scheduler, a: Worker) -> None:
     runtime, _ = await install(a)
     BEGAN.clear()
