@@ -46,6 +46,8 @@ logger = logging.getLogger("distributed.worker.gpurt")
 SLACK = 0.25
 #: share of what values may fill from which on it matters which of them leaves first
 NEAR = 0.5
+#: values that leave without a write in one turn of the loop, 25 us each
+DROPS = 1000
 #: failed writes in a row, of any keys, before the tier as a whole rests
 TIER_FAILURES = 3
 
@@ -80,6 +82,8 @@ class Eviction:
         #: bytes of values above which nothing more is let in, as the process needs the rest for itself; None: unknown
         self._room_bytes: float | None = None
         self._writes = 0
+        #: more values are to be dropped, in the next turn of the loop
+        self._more: asyncio.Handle | None = None
         #: called with each copy that was written, after the books; must not raise
         self.on_copy: Callable[[Entry], None] | None = None
         self._set_near()
@@ -177,10 +181,16 @@ class Eviction:
             rested.resting = False
             self._books.offer(rested)
         victims = self._books.victims
+        drops = 0
         while self._excess(0, asked_bytes) > 0:
+            if drops == DROPS:
+                if self._more is None:
+                    self._more = self._io.loop.call_soon(self._go_on)
+                return
             entry = victims.pop_clean(any_place=self._tier_rest.until > now)
             if entry is not None:
                 self._drop(entry)
+                drops += 1
                 continue
             if self._writes >= self._io.threads:
                 return
@@ -194,6 +204,11 @@ class Eviction:
                     self._set_timer(self._resting[0][0] - now)
                 return
             self._start_write(entry)
+
+    def _go_on(self) -> None:
+        self._more = None
+        self.balance()
+        self.gate.wake()
 
     def yields(self, entry: Entry) -> bool:
         """Whether a value may come to memory ahead of its use, without driving out what is needed sooner."""
@@ -242,7 +257,7 @@ class Eviction:
 
     def _can_progress(self, nbytes: int) -> bool:
         self.balance(nbytes)
-        return self._writes > 0
+        return self._writes > 0 or self._more is not None
 
     # ------------------------------------------------------------------ leaving
 

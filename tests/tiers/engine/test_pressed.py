@@ -11,6 +11,7 @@ from distributed import Client, Scheduler, Worker, wait
 from distributed.utils_test import async_poll_for, gen_cluster
 
 from dask_gpurt.extension import NAME
+from dask_gpurt.tiers.engine import eviction
 from dask_gpurt.tiers.engine.entry import NEVER
 from dask_gpurt.tiers.hints import pending_tasks, scheduler
 from tests.memory_watch import NO_WATCH
@@ -157,3 +158,28 @@ async def test_hints_come_and_go_with_the_pressure(c: Client, s: Scheduler, a: W
     await plugin.uninstall()
     assert set(s.workers) == {a.address}
     assert scheduler.OP not in a.stream_handlers, "its stream was ended, though it had paused"
+
+
+def test_many_values_that_leave_for_free_do_so_in_several_turns(run_rig: RunRig, monkeypatch: Any) -> None:
+    """50,000 of them held the event loop for 1.3 s."""
+    monkeypatch.setattr(eviction, "DROPS", 10)
+
+    async def test(rig: Rig) -> None:
+        for i in range(35):
+            rig.store[i] = bytes(10_000)
+        rig.spill_all()
+        await rig.settle()
+        rig.engine.shrink(0)
+        rig.store.release(await rig.store.ensure(range(35)))
+        rig.engine.budget_bytes = 100_000
+        asks = asyncio.ensure_future(rig.engine.admit(100_000))  # room for it is there after four turns
+        await asyncio.sleep(0)
+        assert len(rig.store.slow) == 10
+        assert not asks.done()
+        with await asyncio.wait_for(asks, 30):
+            assert len(rig.store.slow) > 20
+        assert rig.engine.gate.forced == 0
+        assert rig.engine.counters.cumulative["disk-write", "count"] == 35
+        rig.validate()
+
+    run_rig(test)
