@@ -133,7 +133,7 @@ class Stealing:
         """Run a round of Dask's balancing now. It moves no tasks with very many inputs.
 
         Does nothing where the user has switched stealing off or stopped it. It is left out as often as the last one was
-        too long: a round looks at every task that waits on a full worker. With 100,000 that may run on that worker only,
+        too long: a round looks at every task that waits on a full worker. With 100,000 that may run there only,
         ten rounds a second would leave the event loop no time for anything else.
         """
         if self._extension is None or not self._wanted:
