@@ -5,8 +5,8 @@ was read from disk, or came out of a shuffle, holds the block of `memory.pages` 
 none of that. So memory is counted by its *roots*: stretches of memory, each known by its address, that are freed as a
 whole.
 
-NumPy arrays, pandas frames, series and indexes (NumPy blocks and Arrow columns) and Arrow tables and arrays are looked
-into. Anything else is one root of its own with its ``sizeof``.
+NumPy arrays, pandas frames, series, indexes and arrays (NumPy blocks and Arrow columns) and Arrow tables and arrays
+are looked into. Anything else is one root of its own with its ``sizeof``.
 
 A buffer outside of our own blocks is taken for a root itself. It may be a part of something larger, as a message or a
 file mapped into memory; a mapped file must not be counted as memory.
@@ -138,10 +138,18 @@ def _parts(value: object) -> list[tuple[int, int, int]] | None:
 
 
 def _pandas(value: Any) -> Iterator[Any]:
-    manager = getattr(value, "_mgr", None)
-    for block in () if manager is None else manager.blocks:
-        yield from _column(block.values)
-    for index in (value,) if manager is None else manager.axes:
+    pandas = sys.modules["pandas"]
+    if isinstance(value, (pandas.DataFrame, pandas.Series)):
+        for block in value._mgr.blocks:
+            yield from _column(block.values)
+        indexes = value._mgr.axes
+    elif isinstance(value, pandas.Index):
+        indexes = (value,)
+    else:  # a column without a frame; a date, a dtype or groups have no memory to look for
+        if isinstance(value, pandas.api.extensions.ExtensionArray):
+            yield from _column(value)
+        return
+    for index in indexes:
         # Those two would be made into what they stand for.
         if type(index).__name__ not in ("RangeIndex", "MultiIndex"):
             yield from _column(index.array)
@@ -169,5 +177,5 @@ def _arrow(value: Any) -> Iterator[Any]:
     elif hasattr(value, "chunks"):
         for chunk in value.chunks:
             yield from _arrow(chunk)
-    else:
+    elif hasattr(value, "buffers"):  # a schema, a scalar and a type have none
         yield from (b for b in value.buffers() if b is not None and b.is_cpu)

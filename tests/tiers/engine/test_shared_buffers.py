@@ -67,6 +67,19 @@ def test_what_cannot_be_looked_into_is_counted() -> None:
     assert buffer_roots.errors == before + 1
 
 
+def test_what_is_no_frame_is_no_error() -> None:
+    """Tasks return the least day, categories, a schema, groups: ordinary results."""
+    frame = pd.DataFrame({"a": [1, 2]})
+    plain = [pd.Timestamp(0), pd.NaT, pd.NA, pd.Interval(0, 1), pd.Int64Dtype(), frame.groupby("a"), frame.rolling(2)]
+    plain += [pa.schema([("a", pa.int64())]), pa.scalar(1), pa.int64(), pa.py_buffer(bytes(10_000))]
+    before = buffer_roots.errors
+    for value in plain:
+        assert roots_of(value, 5000) == ((id(value), 5000),)
+    for column in (pd.Categorical(["x"] * 10_000), pd.array([1, None] * 5000), pd.array(["x"] * 5000)):
+        assert roots_of(column, 5000)[0] == roots_of(pd.Series(column, copy=False), 5000)[0]
+    assert buffer_roots.errors == before
+
+
 def test_what_is_no_memory_is_not_counted(run_rig: Callable[..., None], tmp_path: Path) -> None:
     """A file that is mapped; an array that repeats a few bytes."""
 
