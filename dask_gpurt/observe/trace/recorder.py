@@ -11,8 +11,8 @@ rest of the extension, so that a run of stock Dask can be recorded and replayed 
 
 from __future__ import annotations
 
-import contextlib
-import os
+import asyncio
+import itertools
 import threading
 import time
 from typing import TYPE_CHECKING, Any, TypeVarTuple
@@ -25,10 +25,10 @@ from tornado.ioloop import PeriodicCallback
 from dask_gpurt._version import __version__
 from dask_gpurt.observe import seam
 from dask_gpurt.observe.trace.format import Kind, plain_key
-from dask_gpurt.observe.trace.writer import Writer
+from dask_gpurt.observe.trace.writer import Writer, discard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Mapping
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 
     from dask.typing import Key
     from distributed import Scheduler
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 #: records in a block
 BLOCK = 4096
+#: tasks that were there before, written in one turn of the event loop: some 20 us each
+EARLIER = 500
 #: milliseconds between two samples of the workers' memory, and at most between two blocks
 SAMPLE_MS = 1000
 #: characters kept of an exception's text
@@ -48,14 +50,6 @@ _TASK, _ASSIGNED, _FINISHED, _RELEASED = int(Kind.TASK), int(Kind.ASSIGNED), int
 _ERRED, _FORGOTTEN, _DECISION = int(Kind.ERRED), int(Kind.FORGOTTEN), int(Kind.DECISION)
 _time = time.time
 _Ts = TypeVarTuple("_Ts")
-
-
-def _discard(path: str, writer: Writer | None, last: Callable[[int, int], list[Any]]) -> None:
-    if writer is not None:
-        writer.close(last)
-    with contextlib.suppress(FileNotFoundError):  # the client has just fetched it
-        os.unlink(path)
-        os.rmdir(os.path.dirname(path))
 
 
 def _disk(scheduler: Scheduler) -> dict[str, float]:
@@ -113,11 +107,13 @@ class TraceRecorder(SchedulerPlugin):
         self._next_worker = 0
         self._prefixes: dict[str, int] = {}
         self._ticks: PeriodicCallback | None = None
+        #: tasks that were there before and whose turn to be written has not come; None: all have been
+        self._earlier: Iterator[TaskState] | None = None
 
     # ------------------------------------------------------------------ begin and end
 
     def open(self, scheduler: Scheduler, config: Mapping[str, Any]) -> None:
-        """Begin. Tasks and workers that are there already are written first.
+        """Begin. Workers that are there already are written first, tasks in several turns of the event loop.
 
         Raises
         ------
@@ -147,10 +143,30 @@ class TraceRecorder(SchedulerPlugin):
         self._add([int(Kind.BEGIN), self._t0, about])
         for ws in scheduler.workers.values():
             self._worker(ws)
-        for ts in scheduler.tasks.values():
-            self._task(ts)
+        self._earlier = iter(list(scheduler.tasks.values()))
+        self._write_earlier()
         self._ticks = PeriodicCallback(self._tick, SAMPLE_MS)
         self._ticks.start()
+
+    def _write_earlier(self) -> None:
+        """Write some of the tasks that were there before. What happens to one before its turn writes it, see `_known`.
+
+        Not all at once: 100,000 of them would block the loop for two seconds.
+        """
+        if self._writer is None or self._earlier is None:
+            return
+        loop = asyncio.get_running_loop()
+        if self._writer.is_behind:  # it would have to drop blocks
+            loop.call_later(0.01, self._write_earlier)
+            return
+        some = list(itertools.islice(self._earlier, EARLIER))
+        for ts in some:
+            self._guarded(self._tasks_of, (ts.key,))
+        if some:
+            loop.call_soon(self._write_earlier)
+        else:
+            self._earlier = None
+            self._guarded(self._inputs)
 
     def stop(self) -> Writer | None:
         """End; the caller closes the writer it gets off the event loop. None: it was not recording."""
@@ -158,12 +174,13 @@ class TraceRecorder(SchedulerPlugin):
             return None
         if self._ticks is not None:
             self._ticks.stop()
+        self._guarded(self._inputs)
         self._guarded(self._sample)
         self._guarded(self._disk)
         writer, self._writer = self._writer, None
         writer.put(self._block)
         self._block = []
-        self.scheduler = None
+        self.scheduler = self._earlier = None
         return writer
 
     def last(self, records: int, lost: int) -> list[Any]:
@@ -210,6 +227,7 @@ class TraceRecorder(SchedulerPlugin):
         elif finish == "erred":
             self._guarded(self._erred, key, kwargs)
         if finish == "forgotten" and self._writer is not None and (number := self._tasks.pop(key, None)) is not None:
+            self._unwritten.discard(key)
             self._add([_FORGOTTEN, number, self._now()])
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
@@ -229,24 +247,40 @@ class TraceRecorder(SchedulerPlugin):
         if client == self.client:
             scheduler.plugins.pop(self.name, None)
             threading.Thread(
-                target=_discard, args=(self.path, self.stop(), self.last), name="gpurt-trace-end", daemon=True
+                target=discard, args=(self.path, self.stop(), self.last), name="gpurt-trace-end", daemon=True
             ).start()
 
     # ------------------------------------------------------------------ records
 
     def _graph(self, scheduler: Scheduler, client: str, keys: Iterable[Key], tasks: Iterable[Key]) -> None:
-        known, states, new = self._tasks, scheduler.tasks, 0
-        for key in tasks:
-            if (key not in known or key in self._unwritten) and (ts := states.get(key)) is not None:
-                new += self._task(ts)
-        # Inputs that came by another way than a graph: scattered data.
-        for key in list(self._unwritten):
-            if (ts := states.get(key)) is not None:
-                self._task(ts)
+        known, new = self._tasks, self._tasks_of(tasks)
         wanted = [known[k] for k in keys if k in known]
         self._add([int(Kind.GRAPH), self._now(), client, new, wanted])
+        # After the graph's own record: the tasks right before that are its own.
+        if self._earlier is None:
+            self._inputs()
 
-    def _guarded(self, record: Callable[[*_Ts], None], *args: *_Ts) -> None:
+    def _tasks_of(self, keys: Iterable[Hashable]) -> int:
+        """Write those that are not written yet; how many are tasks."""
+        assert self.scheduler is not None
+        known, states, new = self._tasks, self.scheduler.tasks, 0
+        for key in keys:
+            if (key not in known or key in self._unwritten) and (ts := states.get(key)) is not None:
+                new += self._task(ts)
+        return new
+
+    def _inputs(self) -> None:
+        """Write what tasks depend on and no graph brought: scattered data."""
+        self._tasks_of(list(self._unwritten))
+
+    def _known(self, key: Hashable) -> int | None:
+        """The number of a task that something happens to; one that is not written yet is written first."""
+        assert self.scheduler is not None
+        if (key not in self._tasks or key in self._unwritten) and (ts := self.scheduler.tasks.get(key)) is not None:
+            self._task(ts, ran=True)
+        return self._tasks.get(key)
+
+    def _guarded(self, record: Callable[[*_Ts], object], *args: *_Ts) -> None:
         if self._writer is None:
             return
         try:
@@ -289,7 +323,7 @@ class TraceRecorder(SchedulerPlugin):
         return number
 
     def _number(self, key: Hashable) -> int:
-        """Of a task, whose record is written now or will be before the graph's."""
+        """Of a task, whose record is written now or will be later."""
         number = self._tasks.get(key)
         if number is None:
             number = self._tasks[key] = self._next_task
@@ -297,11 +331,11 @@ class TraceRecorder(SchedulerPlugin):
             self._unwritten.add(key)
         return number
 
-    def _task(self, ts: TaskState) -> bool:
-        """Write it; False when it is data, not a task."""
+    def _task(self, ts: TaskState, *, ran: bool = False) -> bool:
+        """Write it; False when it is data, not a task. `ran`: what it has in memory was made just now."""
         number = self._number(ts.key)
         self._unwritten.discard(ts.key)
-        if ts.run_spec is None or ts.state == "memory":
+        if ts.run_spec is None or (ts.state == "memory" and not ran):
             # Scattered, or there before the trace began.
             holders = [self._workers[ws.address] for ws in ts.who_has or () if ws.address in self._workers]
             self._add([int(Kind.DATA), number, plain_key(ts.key), max(ts.nbytes, 0), holders])
@@ -334,7 +368,7 @@ class TraceRecorder(SchedulerPlugin):
 
     def _assigned(self, key: Hashable) -> None:
         assert self.scheduler is not None
-        number = self._tasks.get(key)
+        number = self._known(key)
         ts = self.scheduler.tasks.get(key)
         if number is None or ts is None or ts.processing_on is None:
             return
@@ -345,14 +379,9 @@ class TraceRecorder(SchedulerPlugin):
             self._add([_DECISION, number, kind, where, seconds])
 
     def _finished(self, key: Hashable, report: Mapping[str, Any]) -> None:
-        assert self.scheduler is not None
-        number = self._tasks.get(key)
+        number = self._known(key)
         if number is None:
-            ts = self.scheduler.tasks.get(key)
-            if ts is None:
-                return
-            self._task(ts)
-            number = self._tasks[key]
+            return
         start = stop = None
         transfers: list[list[int | None]] = []
         reads: list[list[int]] = []
@@ -370,7 +399,7 @@ class TraceRecorder(SchedulerPlugin):
         self._add([_FINISHED, number, worker, self._now(), nbytes, start, stop, transfers, reads])
 
     def _erred(self, key: Hashable, report: Mapping[str, Any]) -> None:
-        number = self._tasks.get(key)
+        number = self._known(key)
         if number is not None:
             self._add([_ERRED, number, self._now(), str(report.get("exception_text", ""))[:MAX_ERROR]])
 

@@ -7,6 +7,7 @@ as a full disk, ends the recording and is kept as text.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import queue
@@ -66,6 +67,11 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="gpurt-trace", daemon=True)
         self._thread.start()
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether so much waits to be written that little more has room."""
+        return self._queue.qsize() > MAX_WAITING // 2
+
     def put(self, records: list[list[Any]]) -> None:
         """Hand over a block; never waits. The list must not be changed afterwards."""
         if self.error is not None:
@@ -114,3 +120,12 @@ class Writer:
                     return
                 self.lost += len(records)
                 self.records -= len(records)
+
+
+def discard(path: str, writer: Writer | None, last: Callable[[int, int], list[Any]]) -> None:
+    """End a recording that nothing can fetch, and remove its file and directory. Blocks."""
+    if writer is not None:
+        writer.close(last)
+    with contextlib.suppress(FileNotFoundError):  # the client has just fetched it
+        os.unlink(path)
+        os.rmdir(os.path.dirname(path))

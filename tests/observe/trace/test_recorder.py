@@ -1,0 +1,86 @@
+"""The recorder on the scheduler's loop: it blocks nothing, and is bounded."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.observe.trace.reader import Trace
+from dask_gpurt.observe.trace.recorder import EARLIER, TraceRecorder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def _scheduler(tasks: int) -> Any:
+    """A scheduler with tasks in a row, each of which needs the one before."""
+    states: dict[Any, Any] = {}
+    for i in range(tasks):
+        before = [states["t", i - 1]] if i else []
+        states["t", i] = SimpleNamespace(
+            key=("t", i), run_spec=True, state="waiting", who_has=None, nbytes=-1, dependencies=before, priority=(i,),
+            prefix=SimpleNamespace(name="t"), worker_restrictions=None, host_restrictions=None,
+            resource_restrictions=None, loose_restrictions=False, actor=False, _queueable=True, processing_on=None,
+        )  # fmt: skip
+    worker = SimpleNamespace(
+        address="tcp://a:1", host="a", name="a", nthreads=1, memory_limit=0, metrics={"memory": 1}, processing=set()
+    )
+    return SimpleNamespace(
+        tasks=states, workers={"tcp://a:1": worker}, bandwidth=1.0, task_prefixes={}, cumulative_worker_metrics={}
+    )
+
+
+def test_tasks_that_were_there_are_written_in_several_turns(tmp_path: Path) -> None:
+    """And what happens to them before their turn is in the trace, as is a graph that comes meanwhile."""
+    scheduler = _scheduler(4 * EARLIER)
+    recorder = TraceRecorder(str(tmp_path / "t"))
+
+    async def go() -> None:
+        recorder.open(scheduler, {"policy": "stock"})
+        assert recorder.statistics()["records"] < 2 * EARLIER, "the loop is blocked by all of them"
+        early, gone = scheduler.tasks["t", 3 * EARLIER], ("t", 4 * EARLIER - 1)
+        early.state, early.processing_on = "processing", scheduler.workers["tcp://a:1"]
+        recorder.transition(early.key, "waiting", "processing")
+        early.state = "memory"
+        recorder.transition(early.key, "processing", "memory", worker="tcp://a:1", nbytes=7, startstops=[])
+        del scheduler.tasks[gone]
+        recorder.transition(gone, "released", "forgotten")
+        new = _scheduler(1).tasks["t", 0]
+        new.key, new.dependencies = "new", [scheduler.tasks["t", 2 * EARLIER]]
+        scheduler.tasks["new"] = new
+        recorder.update_graph(scheduler, client="c", keys=["new"], tasks=["new"])
+        for _ in range(10):
+            await asyncio.sleep(0)
+        writer = recorder.stop()
+        assert writer is not None
+        writer.close(recorder.last)
+
+    asyncio.run(go())
+    assert (recorder.errors, recorder.last_error) == (0, None)
+    trace = Trace.load(tmp_path / "t")
+    tasks = {task.key: task for task in trace.tasks.values()}
+    assert len(tasks) == len(trace.tasks) == 4 * EARLIER
+    assert all(trace.tasks[number].key == ("t", key[1] - 1) for key in tasks if key != "new" and key[1]
+               for number in tasks[key].dependencies)  # fmt: skip
+    early = tasks["t", 3 * EARLIER]
+    assert (early.data, early.runs, early.nbytes, early.worker) == (False, 1, 7, 0)
+    assert [key for key, task in tasks.items() if task.graph is not None] == ["new"]
+
+
+def test_a_recording_that_ends_at_once_has_what_its_tasks_depend_on(tmp_path: Path) -> None:
+    scheduler = _scheduler(4 * EARLIER)
+    recorder = TraceRecorder(str(tmp_path / "t"))
+
+    async def go() -> None:
+        recorder.open(scheduler, {"policy": "stock"})
+        far = scheduler.tasks["t", 3 * EARLIER]
+        far.state, far.processing_on = "processing", scheduler.workers["tcp://a:1"]
+        recorder.transition(far.key, "waiting", "processing")
+        writer = recorder.stop()
+        assert writer is not None
+        writer.close(recorder.last)
+
+    asyncio.run(go())
+    keys = {task.key for task in Trace.load(tmp_path / "t").tasks.values()}
+    assert {("t", 3 * EARLIER), ("t", 3 * EARLIER - 1)} <= keys
