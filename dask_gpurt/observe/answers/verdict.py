@@ -91,6 +91,8 @@ def switched_off(snapshot: Snapshot) -> list[str]:
         for part, word in (("placement", "placement"), ("shuffle", "shuffle"), ("ledger", "observation")):
             if part not in named:
                 out.append(f"{word} is switched off by its setting")
+    if s.get("trace", {}).get("error"):
+        out.append(f"the recording into {s['trace']['path']} has ended: {s['trace']['error']}")
     out += _safe(snapshot)
     for engine in ("placement", "shuffle"):
         out += [f"{engine}: {part} retired, {why}" for part, why in s.get(engine, {}).get("retired", {}).items()]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import threading
 import time
 from typing import TYPE_CHECKING, Any, TypeVarTuple
@@ -24,6 +25,7 @@ from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt._version import __version__
 from dask_gpurt.observe import seam
+from dask_gpurt.observe.trace import samples
 from dask_gpurt.observe.trace.format import Kind, plain_key
 from dask_gpurt.observe.trace.writer import Writer, discard
 
@@ -34,32 +36,22 @@ if TYPE_CHECKING:
     from distributed import Scheduler
     from distributed.scheduler import TaskState, WorkerState
 
+logger = logging.getLogger("distributed.scheduler.gpurt")
+
 #: records in a block
 BLOCK = 4096
 #: tasks that were there before, written in one turn of the event loop: some 20 us each
 EARLIER = 500
-#: milliseconds between two samples of the workers' memory, and at most between two blocks
+#: milliseconds between two samples of workers that have something to do, and at most between two blocks
 SAMPLE_MS = 1000
 #: characters kept of an exception's text
 MAX_ERROR = 200
-#: of ``ws.metrics``
-SAMPLED = ("memory", "cpu", "spilled_bytes", "managed_bytes")
 
 # Numbers, because an enum's attribute is three times the price of a global, and these are on the hot path.
 _TASK, _ASSIGNED, _FINISHED, _RELEASED = int(Kind.TASK), int(Kind.ASSIGNED), int(Kind.FINISHED), int(Kind.RELEASED)
 _ERRED, _FORGOTTEN, _DECISION = int(Kind.ERRED), int(Kind.FORGOTTEN), int(Kind.DECISION)
 _time = time.time
 _Ts = TypeVarTuple("_Ts")
-
-
-def _disk(scheduler: Scheduler) -> dict[str, float]:
-    """What Dask's own spilling has written and read so far, over all workers: ``"disk-write bytes"`` and the like."""
-    sums: dict[str, float] = {}
-    for name, value in scheduler.cumulative_worker_metrics.items():
-        if isinstance(name, tuple) and len(name) > 1 and name[-2] in ("disk-write", "disk-read"):
-            label = f"{name[-2]} {name[-1]}"
-            sums[label] = sums.get(label, 0.0) + float(value)
-    return sums
 
 
 class TraceRecorder(SchedulerPlugin):
@@ -107,6 +99,7 @@ class TraceRecorder(SchedulerPlugin):
         self._next_worker = 0
         self._prefixes: dict[str, int] = {}
         self._ticks: PeriodicCallback | None = None
+        self._rhythm = samples.Rhythm()
         #: tasks that were there before and whose turn to be written has not come; None: all have been
         self._earlier: Iterator[TaskState] | None = None
 
@@ -138,7 +131,7 @@ class TraceRecorder(SchedulerPlugin):
                 for name, prefix in scheduler.task_prefixes.items()
                 if prefix.duration_average >= 0
             },
-            "disk": _disk(scheduler),
+            "disk": samples.disk(scheduler),
         }
         self._add([int(Kind.BEGIN), self._t0, about])
         for ws in scheduler.workers.values():
@@ -413,10 +406,17 @@ class TraceRecorder(SchedulerPlugin):
     def _disk(self) -> None:
         """At the end, beside what the begin has."""
         if self.scheduler is not None:
-            self._add([int(Kind.SAMPLE), self._now(), None, {"disk": _disk(self.scheduler)}])
+            self._add([int(Kind.SAMPLE), self._now(), None, {"disk": samples.disk(self.scheduler)}])
 
     def _tick(self) -> None:
-        self._guarded(self._sample)
+        if self._writer is None or self._ticks is None or self.scheduler is None:
+            return
+        if self._writer.error is not None:
+            logger.warning("dask-gpurt: the recording into %s has ended: %s", self.path, self._writer.error)
+            self._ticks.stop()
+            return
+        if self._rhythm.tick(self.scheduler):
+            self._guarded(self._sample)
         self._flush()
 
     def _sample(self) -> None:
@@ -424,10 +424,4 @@ class TraceRecorder(SchedulerPlugin):
             return
         now = self._now()
         for address, ws in self.scheduler.workers.items():
-            metrics = ws.metrics
-            figures: dict[str, Any] = {name: metrics[name] for name in SAMPLED if name in metrics}
-            ours = metrics.get("gpurt")
-            if isinstance(ours, dict):
-                # Without the table of sources: transfers are records of their own.
-                figures["gpurt"] = {key: value for key, value in ours.items() if key != "fetched"}
-            self._add([int(Kind.SAMPLE), now, self._workers.get(address), figures])
+            self._add([int(Kind.SAMPLE), now, self._workers.get(address), samples.figures(ws)])

@@ -2,7 +2,7 @@
 
 The queue is bounded in records. When the disk is slower than the run for so long that it fills, blocks are dropped
 and counted: a recorder must neither slow down what it records nor take the scheduler's memory. The first error, such
-as a full disk, ends the recording and is kept as text.
+as a full disk, ends the recording and is kept as text. So does a file of `MAX_BYTES`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 #: blocks waiting to be written
 MAX_WAITING = 64
+#: bytes of a file, after which a recording ends: one that a setting began goes on for as long as the scheduler
+MAX_BYTES = 4 * 2**30
 
 
 #: names that are tried for a file until there must be room for no more
@@ -60,8 +62,9 @@ class Writer:
         self.records = 0
         self.lost = 0
         self.bytes = 0
-        #: why it ended early; None: it did not
+        #: why it ended early; None: it did not. The file is whole where it is full
         self.error: str | None = None
+        self._full = False
         self._file = os.fdopen(descriptor, "wb")
         self._queue: queue.Queue[list[list[Any]] | None] = queue.Queue(MAX_WAITING)
         self._thread = threading.Thread(target=self._run, name="gpurt-trace", daemon=True)
@@ -89,7 +92,7 @@ class Writer:
         self._queue.put(None)
         self._thread.join()
         try:
-            if self.error is None:
+            if self.error is None or self._full:
                 self._write([last(self.records, self.lost)])
         except OSError as e:
             self.error = str(e)
@@ -111,15 +114,18 @@ class Writer:
             write_header(self._file)
             while (records := self._queue.get()) is not None:
                 self._write(records)
+                if self.bytes >= MAX_BYTES:
+                    self._full = True
+                    self.error = f"the file has {self.bytes:,} bytes, and {MAX_BYTES:,} are allowed"
+                    break
+            else:
+                return
         except Exception as e:
             self.error = f"{type(e).__name__}: {e}"
-            # A close waits for nothing; what still comes is counted by `put`.
-            while True:
-                records = self._queue.get()
-                if records is None:
-                    return
-                self.lost += len(records)
-                self.records -= len(records)
+        # A close waits for nothing; what still comes is counted by `put`.
+        while (records := self._queue.get()) is not None:
+            self.lost += len(records)
+            self.records -= len(records)
 
 
 def discard(path: str, writer: Writer | None, last: Callable[[int, int], list[Any]]) -> None:

@@ -6,11 +6,15 @@ import asyncio
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from dask_gpurt.observe.trace import writer as writer_module
 from dask_gpurt.observe.trace.reader import Trace
 from dask_gpurt.observe.trace.recorder import EARLIER, TraceRecorder
+from dask_gpurt.observe.trace.samples import IDLE_TICKS
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import pytest
 
 
 def _scheduler(tasks: int) -> Any:
@@ -84,3 +88,54 @@ def test_a_recording_that_ends_at_once_has_what_its_tasks_depend_on(tmp_path: Pa
     asyncio.run(go())
     keys = {task.key for task in Trace.load(tmp_path / "t").tasks.values()}
     assert {("t", 3 * EARLIER), ("t", 3 * EARLIER - 1)} <= keys
+
+
+def test_idle_workers_are_sampled_now_and_then(tmp_path: Path) -> None:
+    """A setting records for weeks: an idle cluster must not fill the disk."""
+    scheduler = _scheduler(0)
+    recorder = TraceRecorder(str(tmp_path / "t"))
+
+    async def go() -> None:
+        recorder.open(scheduler, {"policy": "stock"})
+        for _ in range(3 * IDLE_TICKS):
+            recorder._tick()
+        worker = scheduler.workers["tcp://a:1"]
+        worker.processing.add("t")
+        for _ in range(5):
+            recorder._tick()
+        worker.processing.clear()
+        recorder._tick()  # what the last task has left
+        recorder._tick()
+        writer = recorder.stop()
+        assert writer is not None
+        writer.close(recorder.last)
+
+    asyncio.run(go())
+    of_workers = [sample for sample in Trace.load(tmp_path / "t").samples if sample.worker is not None]
+    assert len(of_workers) == 3 + 5 + 1 + 1, "the last one is that of the end"
+
+
+def test_a_recording_ends_with_a_whole_file_of_the_largest_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(writer_module, "MAX_BYTES", 100)
+    recorder = TraceRecorder(str(tmp_path / "t"))
+
+    async def go() -> None:
+        recorder.open(_scheduler(3), {"policy": "stock"})
+        recorder._tick()
+        while recorder.statistics()["recording"]:  # noqa: ASYNC110 (a thread ends it)
+            await asyncio.sleep(0.001)
+        recorder._tick()
+        assert recorder._ticks is not None
+        assert not recorder._ticks.is_running()
+        assert "100 are allowed" in recorder.statistics()["error"]
+        assert caplog.text.count("has ended") == 1
+        writer = recorder.stop()
+        assert writer is not None
+        writer.close(recorder.last)
+
+    asyncio.run(go())
+    trace = Trace.load(tmp_path / "t")
+    assert len(trace.tasks) == 3
+    assert trace.lost_records
