@@ -20,7 +20,7 @@ from distributed.comm import get_address_host
 from distributed.core import Status
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Mapping
 
     from dask.typing import Key
     from distributed import Scheduler
@@ -32,33 +32,32 @@ if TYPE_CHECKING:
 NOWHERE = "gpurt://no-node-of-this-class"
 
 
-@dataclasses.dataclass(frozen=True)
-class _Asked:
-    """What one task asks for."""
+@dataclasses.dataclass(eq=False)
+class _Group:
+    """What some tasks ask for alike, and where they may run."""
 
-    task: weakref.ref[TaskState]
     patterns: tuple[str, ...]
     #: workers and hosts that the user has named; empty: any
     workers: frozenset[str]
     hosts: frozenset[str]
+    #: one set for all of them, changed in place as workers come and go. 100,000 tasks of 500 addresses each would take
+    #: seconds, and gigabytes; a pass over them for each worker, a tenth of a second. Others replace a task's set, they
+    #: do not change it: a shuffle that binds an output to its worker gives its task another one
+    allowed: set[str]
+    #: that ask for it
+    tasks: int = 0
 
     def allows(self, address: str, node: NodeClass) -> bool:
         named = not (self.workers or self.hosts) or address in self.workers or get_address_host(address) in self.hosts
         return named and any(map(node.matches, self.patterns))
 
 
-class _Changed:
-    """Sets with one change, made once for all tasks that have the same set."""
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """What one task asks for."""
 
-    def __init__(self, change: Callable[[set[str]], set[str]]) -> None:
-        self._change = change
-        #: id -> the old set, which must live on for its id to mean it, and the new one
-        self._made: dict[int, tuple[set[str], set[str]]] = {}
-
-    def of(self, old: set[str]) -> set[str]:
-        if id(old) not in self._made:
-            self._made[id(old)] = old, self._change(old)
-        return self._made[id(old)][1]
+    task: weakref.ref[TaskState]
+    group: _Group
 
 
 class ClassRestrictions:
@@ -66,6 +65,7 @@ class ClassRestrictions:
 
     def __init__(self) -> None:
         self._asked: dict[Key, _Asked] = {}
+        self._groups: dict[tuple[Any, ...], _Group] = {}
         self._scheduler: Scheduler | None = None
 
     def start(self, scheduler: Scheduler) -> None:
@@ -75,11 +75,15 @@ class ClassRestrictions:
     def stop(self) -> None:
         """Give tasks back the restrictions of their user; without this package the annotation means nothing."""
         assert self._scheduler is not None
-        for ts, asked in self._tasks():
-            ts.worker_restrictions, ts.host_restrictions = set(asked.workers) or None, set(asked.hosts) or None
+        for asked in list(self._asked.values()):
+            ts, group = asked.task(), asked.group
+            # What a shuffle has bound to a worker stays there: another one has nothing of it.
+            if ts is not None and ts.worker_restrictions is group.allowed:
+                ts.worker_restrictions, ts.host_restrictions = set(group.workers) or None, set(group.hosts) or None
         for ws in list(self._scheduler.running) if self._asked else ():
             self._begin(ws)
         self._asked.clear()
+        self._groups.clear()
         self._scheduler = None
 
     def ask(self, annotations: Mapping[Key, Any], nodes: Mapping[str, NodeClass]) -> list[str]:
@@ -99,65 +103,62 @@ class ClassRestrictions:
         """
         assert self._scheduler is not None
         wrong: dict[str, None] = {}
-        # Tasks that ask for the same have one set: 100,000 of 500 addresses each would take seconds, and gigabytes.
-        # It is never changed in place: Dask sets another one, too.
-        allowed: dict[tuple[Any, ...], set[str]] = {}
         for key, value in annotations.items():
             patterns, problem = _patterns(value)
             if problem:
                 wrong[problem] = None
             ts = self._scheduler.tasks.get(key)
             if patterns and ts is not None:
-                asked = self._take(ts, patterns)
+                group, again = self._take(ts, patterns, nodes)
                 ts.host_restrictions = None  # Dask would add these workers, rather than choose among them
-                what = asked.patterns, asked.workers, asked.hosts
-                found = allowed.get(what)
-                if found is None:
-                    found = allowed[what] = {a for a, node in nodes.items() if asked.allows(a, node)} or {NOWHERE}
-                ts.worker_restrictions = found
+                # Submitted again: a shuffle may have bound it meanwhile.
+                if not again or (ts.worker_restrictions or frozenset()) == group.workers:
+                    ts.worker_restrictions = group.allowed
         return list(wrong)
 
-    def _take(self, ts: TaskState, patterns: tuple[str, ...]) -> _Asked:
+    def _take(self, ts: TaskState, patterns: tuple[str, ...], nodes: Mapping[str, NodeClass]) -> tuple[_Group, bool]:
+        """The group of a task, and whether it had one before, as its graph was submitted again."""
         assert self._scheduler is not None
-        asked = self._asked.get(ts.key)
-        if asked is None or asked.task() is not ts:  # else its graph was submitted again
-            asked = self._asked[ts.key] = _Asked(
-                weakref.ref(ts, self._forget(ts.key)),
-                patterns,
-                frozenset(ts.worker_restrictions or ()),
-                frozenset(map(self._scheduler.coerce_hostname, ts.host_restrictions or ())),
-            )
-        return asked
+        known = self._asked.get(ts.key)
+        if known is not None and known.task() is ts:
+            return known.group, True
+        if known is not None:
+            self._leave(known.group)
+        workers = frozenset(ts.worker_restrictions or ())
+        hosts = frozenset(map(self._scheduler.coerce_hostname, ts.host_restrictions or ()))
+        group = self._groups.get((patterns, workers, hosts))
+        if group is None:
+            group = self._groups[patterns, workers, hosts] = _Group(patterns, workers, hosts, set())
+            group.allowed |= {a for a, node in nodes.items() if group.allows(a, node)} or {NOWHERE}
+        group.tasks += 1
+        self._asked[ts.key] = _Asked(weakref.ref(ts, self._forget(ts.key)), group)
+        return group, False
 
     def _forget(self, key: Key) -> Any:
         def forget(gone: weakref.ref[TaskState]) -> None:
             known = self._asked.get(key)
             if known is not None and known.task is gone:
                 del self._asked[key]
+                self._leave(known.group)
 
         return forget
 
-    def _tasks(self) -> Iterable[tuple[TaskState, _Asked]]:
-        for asked in list(self._asked.values()):
-            ts = asked.task()
-            if ts is not None:
-                yield ts, asked
+    def _leave(self, group: _Group) -> None:
+        """A task of it is no more."""
+        group.tasks -= 1
+        if not group.tasks:
+            del self._groups[group.patterns, group.workers, group.hosts]
 
     def joined(self, address: str, node: NodeClass) -> None:
         """A worker has told its class: tasks that wait for it begin, if it works already."""
         assert self._scheduler is not None
-        added = False
-        allows: dict[tuple[Any, ...], bool] = {}
-        changed = _Changed(lambda old: (old | {address}) - {NOWHERE})
-        for ts, asked in self._tasks():
-            what = asked.patterns, asked.workers, asked.hosts
-            if what not in allows:
-                allows[what] = asked.allows(address, node)
-            if allows[what]:
-                ts.worker_restrictions = changed.of(ts.worker_restrictions or set())
-                added = True
+        # A copy: tasks may be forgotten at any time, as garbage is collected.
+        allowing = [group for group in list(self._groups.values()) if group.allows(address, node)]
+        for group in allowing:
+            group.allowed.discard(NOWHERE)
+            group.allowed.add(address)
         ws = self._scheduler.workers.get(address)
-        if added and ws is not None and ws.status is Status.running:
+        if allowing and ws is not None and ws.status is Status.running:
             self._begin(ws)
 
     def _begin(self, ws: WorkerState) -> None:
@@ -168,10 +169,10 @@ class ClassRestrictions:
 
     def left(self, address: str) -> None:
         """A worker has gone; another one may come at its address."""
-        changed = _Changed(lambda old: old - {address} or {NOWHERE})
-        for ts, _ in self._tasks():
-            if ts.worker_restrictions and address in ts.worker_restrictions:
-                ts.worker_restrictions = changed.of(ts.worker_restrictions)
+        for group in list(self._groups.values()):
+            group.allowed.discard(address)
+            if not group.allowed:
+                group.allowed.add(NOWHERE)
 
     def waiting(self, nodes: Mapping[str, NodeClass]) -> dict[str, int]:
         """Pattern -> tasks that wait for it, where no worker fits."""
@@ -179,7 +180,9 @@ class ClassRestrictions:
             return {}
         # Not all that ask: there may be 100,000 that run, and pages look each second.
         found = ((ts, self._asked.get(ts.key)) for ts in self._scheduler.unrunnable)
-        counts = collections.Counter(p for ts, asked in found if asked and asked.task() is ts for p in asked.patterns)
+        counts = collections.Counter(
+            p for ts, asked in found if asked and asked.task() is ts for p in asked.group.patterns
+        )
         return {p: n for p, n in counts.items() if not any(node.matches(p) for node in nodes.values())}
 
 
