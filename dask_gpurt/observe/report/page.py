@@ -69,7 +69,7 @@ def _headline(out: Page, run: Run) -> None:
         (f"{used:.0%}", "of the threads' time busy"),
     ]
     cause = max((c for c in CAUSES if c != "no_work"), key=lambda c: run.causes.get(c, 0.0))
-    if run.causes.get(cause, 0.0) > 0:
+    if run.causes.get(cause, 0.0) > 0 and run.slot_seconds > 0:
         values.append((CAUSES[cause][0], f"largest stall, {run.causes[cause] / run.slot_seconds:.0%}"))
     out.drawing(charts.cards(values))
 

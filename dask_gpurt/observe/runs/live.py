@@ -55,6 +55,19 @@ class Mark:
             (reported.get("fetched") or {}) if fetched else None,
         )
 
+    def less(self, earlier: tuple[Mark, Mark] | None) -> Mark:
+        """As a begin that has what another worker did at the same address, between two marks, behind it."""
+        if earlier is None:
+            return self
+        begin, end = earlier
+        done = [max(0.0, n - was) for n, was in zip(end.totals, begin.totals, strict=True)]
+        counted = [n - was if n >= was else n for n, was in zip(end.counters, begin.counters, strict=True)]
+        return dataclasses.replace(
+            self,
+            totals=tuple(n - more for n, more in zip(self.totals, done, strict=True)),
+            counters=tuple(n - more for n, more in zip(self.counters, counted, strict=True)),
+        )
+
 
 @dataclasses.dataclass(slots=True, eq=False)
 class LiveRun:
@@ -92,8 +105,8 @@ class LiveRun:
     #: address -> mark, before and after the run
     begins: dict[str, Mark] = dataclasses.field(default_factory=dict)
     ends: dict[str, Mark] = dataclasses.field(default_factory=dict)
-    #: of workers that left in it, or before it was summed up
-    left: dict[str, Mark] = dataclasses.field(default_factory=dict)
+    #: both of workers that left in it, or before it was summed up
+    left: dict[str, tuple[Mark, Mark]] = dataclasses.field(default_factory=dict)
     waits: wait_histogram.Tails = dataclasses.field(default_factory=wait_histogram.Tails)
     #: (prefix, address) -> slot-seconds that others waited for its tasks
     skewed: dict[tuple[str, str], float] = dataclasses.field(default_factory=dict)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import itertools
 import json
 import zlib
 from typing import TYPE_CHECKING, Any
@@ -68,7 +69,7 @@ def made(
     run
         Its rows have been looked up.
     ends
-        Address -> mark at the end of the run, or now.
+        Address -> mark at the end of the run, or now; of workers that are there.
     counts
         Of the engines, then.
     facts
@@ -126,10 +127,8 @@ def _workers(run: LiveRun, ends: Mapping[str, Mark]) -> tuple[list[dict[str, Any
     workers = []
     fetches: list[list[Any]] = []
     shuffle = dict.fromkeys(_SHUFFLE.values(), 0.0)
-    for address, begin in run.begins.items():
-        end = ends.get(address)
-        if end is None:
-            continue
+    there = ((a, (begin, ends[a])) for a, begin in run.begins.items() if a in ends)
+    for address, (begin, end) in itertools.chain(run.left.items(), there):
         ws = end.ws
         totals = {name: max(0.0, now - was) for name, now, was in zip(TOTALS, end.totals, begin.totals, strict=True)}
         # Nothing was submitted: in the gaps of the run, or around it, which is no part of it.

@@ -207,7 +207,8 @@ class RunRecorder:
             if ws.address in run.ends:
                 continue  # it is after the run
             if ws.address not in run.begins:
-                run.begins[ws.address] = Mark.of(ws, before, fetched=self._names_sources)
+                begin = Mark.of(ws, before, fetched=self._names_sources)
+                run.begins[ws.address] = begin.less(run.left.pop(ws.address, None))
             if waits:
                 run.waits.grow(waits)
             if skewed is not None:
@@ -221,11 +222,11 @@ class RunRecorder:
     def worker_left(self, address: str, last: Reading) -> None:
         """A worker has left."""
         for run in self._live:
-            begin = run.begins.get(address)
-            if run.stop is None:
+            begin, end = run.begins.pop(address, None), run.ends.pop(address, None)
+            if run.stop is None and len(run.lost) < record.WORKERS:
                 run.lost.append(address if begin is None else str(begin.ws.name))
-            if begin is not None and address not in run.ends:
-                run.left[address] = Mark.of(begin.ws, last, fetched=self._names_sources)
+            if begin is not None:
+                run.left[address] = begin, end or Mark.of(begin.ws, last, fetched=self._names_sources)
 
     def restarted(self) -> None:
         """The scheduler has forgotten all tasks."""
@@ -286,10 +287,12 @@ class RunRecorder:
 
     def _seal(self) -> None:
         """Sum up the runs of which all is known."""
-        now = self._clock()
+        now, workers = self._clock(), self._scheduler.workers
         for run in [run for run in self._live if run.stop is not None and now - run.stop >= GAP_SECONDS]:
             assert run.stop is not None
-            if all(address in run.ends for address in self._scheduler.workers) or now - run.stop > SILENT_SECONDS:
+            # As many first: this is called with each heartbeat, and a look at all workers each time is their square.
+            every = len(run.ends) >= len(workers) and all(address in run.ends for address in workers)
+            if every or now - run.stop > SILENT_SECONDS:
                 self._live.remove(run)
                 kept = record.packed(self._record(run))
                 self._kept.append(kept)
@@ -301,7 +304,7 @@ class RunRecorder:
         going = run.stop is None
         counts = self._counts() if going else run.counts_after
         self._look_up(run)
-        ends = {**run.left, **run.ends}
+        ends = dict(run.ends)
         for address, reading in self._ledger.readings().items():
             begin = run.begins.get(address)
             if begin is not None and address not in ends:

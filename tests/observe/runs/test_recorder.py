@@ -11,6 +11,7 @@ from dask_gpurt.observe.answers.compare import Comparison
 from dask_gpurt.observe.answers.runs import RunReport, Runs
 from dask_gpurt.observe.collect.causes import BUSY, CAUSES
 from dask_gpurt.observe.collect.stall_ledger import StallLedger
+from dask_gpurt.observe.report.page import page
 from dask_gpurt.observe.runs import record, recorder
 from dask_gpurt.observe.runs.recorder import GAP_SECONDS, KEPT_BYTES, KEPT_RUNS, LONGEST_SECONDS, RunRecorder
 from tests.observe.fakes import Clock
@@ -302,3 +303,68 @@ def test_a_million_released_futures_do_not_block_the_event_loop() -> None:
     for _ in range(followed // recorder.SWEPT):
         c.runs.numbers()
     assert c.outcomes() == [(1, "cancelled", 1)]
+
+
+def test_a_worker_that_comes_back_at_its_address_has_done_both() -> None:
+    """As with a fixed port: what was done before it was restarted is not taken off what it did after."""
+    c = Cluster(workers=1)
+    c.beat(100, busy=100, written_bytes=1000)
+    c.submit("x-1")
+    c.beat(10, busy=20, written_bytes=1500)
+    (ws,) = c.workers.values()
+    c.ledger.worker_removed(ws.address)
+    c.ledger.worker_added(ws)
+    c.told = dict.fromkeys(c.told, 0.0)
+    c.finish("x-1")
+    c.beat(GAP_SECONDS, busy=2 * GAP_SECONDS, written_bytes=30)
+    (worker,) = c.runs.find(1)["workers"]
+    assert worker[BUSY] == pytest.approx(20 + 2 * GAP_SECONDS)
+    assert worker["slots"] == pytest.approx(20 + 2 * GAP_SECONDS)
+    assert worker["tiers"]["written_bytes"] == 530
+
+
+def test_a_worker_that_left_after_the_end_counts_once() -> None:
+    c = Cluster(workers=2)
+    c.beat(1)
+    c.submit("x-1")
+    c.finish("x-1")
+    c.beat(0.1, busy=0.1)
+    gone = next(iter(c.workers))
+    del c.workers[gone]
+    c.ledger.worker_removed(gone)
+    c.beat(GAP_SECONDS)
+    assert c.runs.statistics()["kept"] == 1
+    assert c.runs.find(1)["worker_count"] == 2
+    assert c.runs.find(1)["lost"] == []
+
+
+def test_the_end_of_a_run_is_no_look_at_all_workers_for_each_of_them() -> None:
+    c = Cluster(workers=200)
+    c.beat(1)
+    c.submit("x-1")
+    c.finish("x-1")
+    c.beat(0.1)
+    c.runs._live[0].ends.clear()  # as if the gap had passed before their first word
+    looked = 0
+
+    class Counted(dict[str, Any]):
+        def __iter__(self) -> Any:
+            nonlocal looked
+            for address in super().__iter__():
+                looked += 1
+                yield address
+
+    c.workers = Counted(c.workers)
+    c.beat(GAP_SECONDS)
+    assert c.runs.statistics()["kept"] == 1
+    assert looked <= 2 * len(c.workers)
+
+
+def test_a_run_of_no_thread_seconds_has_a_page() -> None:
+    c = Cluster()
+    c.submit("x-1")
+    c.finish("x-1")
+    c.beat(2)
+    found = c.runs.find(1)
+    run = record.run_of(found | {"slot_seconds": 0.0, "causes": found["causes"] | {"network": 0.1}})
+    assert "report of run 1" in page(run).render()
