@@ -13,9 +13,9 @@ they are, never worse.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import functools
+import logging
 import operator
 import os
 import statistics
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from dask_gpurt.backends.nvml import Device, Load
     from dask_gpurt.doctor.gpus import Gpu
     from dask_gpurt.doctor.system import System
+
+logger = logging.getLogger("distributed.worker.gpurt")
 
 #: notes that are kept, and the time between two
 NOTES, EVERY_SECONDS = 60, 1.0
@@ -97,22 +99,25 @@ class Feed:
         self._task = asyncio.create_task(self._follow(), name="gpurt-feed")
 
     async def stop(self) -> None:
-        """End that."""
+        """End that. Raises nothing: a worker that is given back to Dask must not stay because of this."""
         if self._task is not None:
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.wait({self._task})
             self._task = None
 
     async def _follow(self) -> None:
-        device = await asyncio.to_thread(self._device)
-        while True:
-            load = None
-            # Not while it is idle: a node's workers would ask one driver all the time.
-            if device is not None and self._worker.state.executing:
-                load = await asyncio.to_thread(self._gpu.load, device)
-            self._notes.append(self._note(load))
-            await asyncio.sleep(EVERY_SECONDS)
+        try:
+            device = await asyncio.to_thread(self._device)
+            while True:
+                load = None
+                # Not while it is idle: a node's workers would ask one driver all the time.
+                if device is not None and self._worker.state.executing:
+                    load = await asyncio.to_thread(self._gpu.load, device)
+                self._notes.append(self._note(load))
+                await asyncio.sleep(EVERY_SECONDS)
+        except Exception:  # such as a driver's library that lacks a name
+            logger.warning("dask-gpurt: what tasks keep busy is not followed any more", exc_info=True)
+            self._notes.clear()  # a minute that is over says nothing of now
 
     def _device(self) -> Device | None:
         """The worker's own; of several that it sees, as dask-cuda's workers do, the first."""

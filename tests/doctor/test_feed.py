@@ -214,3 +214,22 @@ async def test_a_worker_that_does_nothing(c: Any, s: Any, a: Any) -> None:
     fed = one.fed()
     assert fed is not None
     assert fed.busy == 0
+
+
+@gen_cluster(client=True, nthreads=[("", 1)])
+async def test_a_driver_that_raises_does_not_keep_a_worker_from_being_given_back(c: Any, s: Any, a: Any) -> None:
+    class Broken(Gpus):
+        def load(self, device: Device) -> Load:
+            raise AttributeError("module 'pynvml' has no attribute 'nvmlDeviceGetCurrentClocksEventReasons'")
+
+    gpu = Broken(Snapshot(devices=(Device(0, "GPU-a", "H200", "0000:3b:00.0"),)))
+    one = Feed(a, WorkerSlots(a).seconds, gpu, System())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(feed, "EVERY_SECONDS", 0.02)
+        patch.setattr(feed, "is_wanted", lambda environ: True)
+        one.start()
+        running = c.submit(time.sleep, 1)
+        await until(lambda: one._task is not None and one._task.done())
+    await one.stop()
+    assert one.fed() is None
+    del running
