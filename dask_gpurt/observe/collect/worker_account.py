@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 INDEX = {name: i for i, name in enumerate(CENTRAL)}
 #: uses that a heartbeat has, and their keys there
 _USES = tuple((name, heartbeat_key(name)) for name in ("slots", "busy", "running", UNASSIGNED, *LOCAL))
-_UNASSIGNED_KEY = heartbeat_key(UNASSIGNED)
+_UNASSIGNED_KEY, _SLOTS_KEY = heartbeat_key(UNASSIGNED), heartbeat_key("slots")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,8 +99,9 @@ class WorkerAccount:
         causes, self.unassigned = self.unassigned, [0.0] * len(CENTRAL)
         if figures is None or _UNASSIGNED_KEY not in figures:
             return None
-        if figures.get(_UNASSIGNED_KEY, 0.0) < self.figures.get(_UNASSIGNED_KEY, 0.0):
-            self.figures, self.waits = {}, {}  # it was attached anew
+        # It was attached anew. All slots, as each use of them may be more than before: only they always grow.
+        if figures.get(_SLOTS_KEY, 0.0) < self.figures.get(_SLOTS_KEY, 0.0):
+            self.figures, self.waits = {}, {}
         growth: dict[str, float] = {}
         for name, key in _USES:
             value = float(figures.get(key) or 0.0)

@@ -153,6 +153,22 @@ def test_workers_that_leave_and_start_over() -> None:
     assert s.beat() == {"no_work": 52}
 
 
+def test_a_busy_worker_that_starts_over_idle() -> None:
+    """Its idle seconds are more than before, and all its seconds fewer."""
+    s = Scheduler()
+    for key in ("x", "y"):
+        s.start(key, "a")
+    s.move(10)
+    s.beat()
+    for key in ("x", "y"):
+        s.end(key)
+    s.told["a"] = dict.fromkeys(s.told["a"], 0.0)
+    s.move(1)
+    s.beat()
+    a = s.ledger.statistics()["workers"]["a"]
+    assert (a["slot_seconds"], a["busy_seconds"]) == (20 + 2, 20)
+
+
 def test_figures_that_are_overtaken_are_left_out() -> None:
     """A report brings figures too, perhaps before a heartbeat that was under way: nothing may count twice."""
     s = Scheduler()
