@@ -94,7 +94,7 @@ class LiveRun:
     graphs: int = 1
     #: Unix time; None: it goes on
     stop: float | None = None
-    #: ``finished``, ``failed``, ``cancelled``, ``restarted``; while it goes on: what it will be
+    #: ``finished``, ``failed``, ``cancelled``, ``restarted``, ``followed no more``; while it goes on: what it will be
     outcome: str = "finished"
     #: between graphs, in which there was nothing to do
     gap_seconds: float = 0.0

@@ -13,7 +13,8 @@ ten minutes. Graphs that tasks submit (`distributed.worker_client`) belong to th
 
 A run is summed up (`record.packed`) when every worker has sent a heartbeat since its end. Kept are the newest
 `KEPT_RUNS`, of `KEPT_BYTES` at most together; the oldest goes first. While runs are followed, at most `FOLLOWED` at a
-time, each takes about 1 kB per worker.
+time, each takes about 1 kB per worker. One more than that ends the oldest that goes on for longer than
+`LONGEST_SECONDS`, if there is one.
 
 Of a graph that asks for more than `FOLLOWED_KEYS` keys a sample is followed.
 
@@ -142,7 +143,7 @@ class RunRecorder:
             if run.stop is not None:
                 run.reopen(now)
             run.add(pending)
-        elif len(self._live) >= FOLLOWED:
+        elif len(self._live) >= FOLLOWED and not self._give_up(now):
             self.unfollowed += 1
             return
         else:
@@ -158,6 +159,21 @@ class RunRecorder:
                     other.shared = True
             self._live.append(run)
         self.wanted.update(pending)
+
+    def _give_up(self, now: float) -> bool:
+        """Keep what is known of the longest run, and follow it no more; False: none takes that long.
+
+        Tasks of services go on for weeks. As many as are followed would hide all other runs.
+        """
+        run = next((run for run in self._live if run.stop is None and now - run.start > LONGEST_SECONDS), None)
+        if run is None:
+            return False
+        run.outcome = "followed no more"
+        run.pending.clear()
+        self.wanted = {key for other in self._live for key in other.pending}
+        self._end(run, now)
+        self._keep(run)
+        return True
 
     def task_left(self, key: Hashable, finish: str) -> None:
         """A task is no longer assigned to a worker."""
@@ -293,10 +309,14 @@ class RunRecorder:
             # As many first: this is called with each heartbeat, and a look at all workers each time is their square.
             every = len(run.ends) >= len(workers) and all(address in run.ends for address in workers)
             if every or now - run.stop > SILENT_SECONDS:
-                self._live.remove(run)
-                kept = record.packed(self._record(run))
-                self._kept.append(kept)
-                self._kept_bytes += len(kept.packed)
+                self._keep(run)
+
+    def _keep(self, run: LiveRun) -> None:
+        """Sum it up."""
+        self._live.remove(run)
+        kept = record.packed(self._record(run))
+        self._kept.append(kept)
+        self._kept_bytes += len(kept.packed)
         while self._kept and (len(self._kept) > KEPT_RUNS or self._kept_bytes > KEPT_BYTES):
             self._kept_bytes -= len(self._kept.popleft().packed)
 

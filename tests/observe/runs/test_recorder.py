@@ -368,3 +368,19 @@ def test_a_run_of_no_thread_seconds_has_a_page() -> None:
     found = c.runs.find(1)
     run = record.run_of(found | {"slot_seconds": 0.0, "causes": found["causes"] | {"network": 0.1}})
     assert "report of run 1" in page(run).render()
+
+
+def test_services_that_never_end_do_not_hide_all_other_runs() -> None:
+    c = Cluster()
+    for i in range(recorder.FOLLOWED):
+        c.submit(f"serve-{i}", span=(f"s{i}",))
+    c.submit("x-1")
+    assert c.runs.statistics()["unfollowed"] == 1
+    c.beat(LONGEST_SECONDS + 1)
+    c.submit("x-2")
+    assert c.runs.statistics()["unfollowed"] == 1
+    assert c.outcomes()[0] == (1, "followed no more", 1)
+    assert "serve-0" not in c.runs.wanted
+    c.finish("serve-0", "x-2")
+    assert c.outcomes()[-1] == (recorder.FOLLOWED + 1, "finished", 1)
+    assert "The run was followed no more." in record.notes(c.runs.find(1))
