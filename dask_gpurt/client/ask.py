@@ -14,6 +14,7 @@ import dask.config
 from distributed import Client, default_client
 from distributed.utils import LoopRunner, sync
 
+from dask_gpurt import planning
 from dask_gpurt.client.connect import ANSWER_SECONDS, opened, within
 from dask_gpurt.errors import GpurtError, NoAnswer
 
@@ -99,6 +100,7 @@ def ask(client: Asked, function: Callable[..., Any], *args: Any, timeout: float 
         No scheduler answers at that address.
     """
     checked_seconds(timeout)
+    planning.late()
     target = found(client)
     if isinstance(target, Client):
         return target.sync(function, target, *args)

@@ -1,6 +1,7 @@
 """What a client's process keeps between queries, so that Dask plans the next one sooner. See `held`.
 
-`keep` begins it, `forget` ends it, `switched` says for a while whether it goes on. Importing this imports no pandas.
+`keep` begins it, `late` does so where that was too early, `forget` ends it, `switched` says for a while whether it goes
+on. Importing this imports no pandas.
 """
 
 from __future__ import annotations
@@ -15,12 +16,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("distributed.client.gpurt")
 
+#: whether `keep` was called, and `forget` was not since
+_wanted = False
+
 
 def keep() -> bool:
     """Hold expressions of queries from now on, where ``dask.dataframe`` is in use; whether that is so now.
 
-    A client that has not imported it has nothing to hold, and the import would cost it a second.
+    A client that has not imported it has nothing to hold, and the import would cost it a second. See `late` for one
+    that does later.
     """
+    global _wanted
+    _wanted = True
     if "dask.dataframe" not in sys.modules:
         return False
     try:
@@ -31,8 +38,19 @@ def keep() -> bool:
     return HELD.install()
 
 
+def late() -> None:
+    """Do what `keep` could not, where ``dask.dataframe`` was imported after it. Every question to a cluster calls this.
+
+    Rejected: a finder in ``sys.meta_path``, which would see every import of everybody.
+    """
+    if _wanted:
+        keep()
+
+
 def forget() -> None:
     """Leave planning to Dask again, and let go of everything that was held."""
+    global _wanted
+    _wanted = False
     if "dask_gpurt.planning.held" in sys.modules:
         from dask_gpurt.planning.held import HELD
 

@@ -19,7 +19,8 @@ import pytest
 from dask._expr import FinalizeCompute, SingletonExpr
 from dask.dataframe.dask_expr._expr import Expr, MapPartitions
 
-from dask_gpurt import planning
+from dask_gpurt import planning, status
+from dask_gpurt.errors import NoAnswer
 from dask_gpurt.planning import held, seam
 
 if TYPE_CHECKING:
@@ -36,8 +37,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[held.HeldExpressions]:
     monkeypatch.setattr(seam, "_kept", weakref.WeakKeyDictionary())
     with dask.config.set({"scheduler": "sync", "dataframe.shuffle.method": "tasks"}):
         yield one
-    one.uninstall()
-    one.clear()
+    planning.forget()
 
 
 @pytest.fixture
@@ -357,6 +357,25 @@ def test_switched_for_a_while(kept: held.HeldExpressions, files: Path) -> None:
     with planning.switched(True):
         plans(files)
     assert kept.made == made
+
+
+def test_what_is_imported_later_is_held_from_the_next_question_on(
+    kept: held.HeldExpressions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.delitem(sys.modules, "dask.dataframe")
+        assert not planning.keep()
+
+    def ask() -> None:
+        with pytest.raises(NoAnswer):
+            status("inproc://nobody/1/1")
+
+    assert not kept.installed
+    ask()
+    assert kept.installed
+    planning.forget()
+    ask()
+    assert not kept.installed, "what was detached stays so"
 
 
 def test_another_version_of_dask(kept: held.HeldExpressions, monkeypatch: pytest.MonkeyPatch, files: Path) -> None:
