@@ -145,14 +145,16 @@ def progress(dask_scheduler: Scheduler) -> dict[str, Any]:
     return {a: one | {"quiet": now - workers[a].last_seen} for a, one in told.items() if a in workers}
 
 
-def listed(dask_scheduler: Scheduler) -> dict[str, Any]:
+async def listed(dask_scheduler: Scheduler) -> dict[str, Any]:
     """What `dask_gpurt.runs` shows."""
     plugin = _plugin(dask_scheduler)
     if plugin is None:
         return {"off": "the extension is not installed on this scheduler"}
     if plugin.runs is None:
         return {"off": "observation is off in this cluster"}
-    return {"runs": plugin.runs.headlines(), **plugin.runs.statistics()}
+    runs = plugin.runs
+    await runs.refresh()
+    return {"runs": runs.headlines(), **runs.statistics()}
 
 
 def _take_in(scheduler: Scheduler, ledger: StallLedger, figures: dict[str, dict[str, Any]]) -> None:

@@ -67,6 +67,9 @@ class GpurtPlot(DashboardComponent, ABC):
     def _draw(self, feed: Feed) -> str:
         """Fill the sources; returns the verdict and, after a newline, its figures."""
 
+    async def prepare(self) -> None:
+        """Before `update`: what takes several turns of the event loop."""
+
     def update(self) -> None:
         """Called by Bokeh while a page is open. Never raises."""
         try:

@@ -124,6 +124,7 @@ def _add(doc: Document, component: GpurtPlot | RunTable, interval_ms: int = INTE
     async def update() -> None:
         shown = ref()
         if shown is not None:
+            await shown.prepare()
             without_property_validation(shown.update)()
 
     doc.add_next_tick_callback(update)

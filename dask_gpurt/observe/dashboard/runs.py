@@ -5,6 +5,7 @@ The report is a plain page, not a Bokeh document: it does not change while it is
 
 from __future__ import annotations
 
+import contextlib
 import html
 import logging
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,13 @@ class RunTable(DashboardComponent):
         self.scheduler = scheduler
         self.errors = 0
         self.root = Div(text="", name=self.NAME, sizing_mode="stretch_both")
+
+    async def prepare(self) -> None:
+        """Before `update`. Never raises: what fails here fails there."""
+        runs = recorder.of(self.scheduler)
+        if runs is not None:
+            with contextlib.suppress(Exception):
+                await runs.refresh()
 
     def update(self) -> None:
         """Called by Bokeh while a page is open. Never raises."""

@@ -28,6 +28,7 @@ the default span is the whole cluster), asking workers at both ends of a run (a 
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
 from collections import deque
@@ -346,6 +347,14 @@ class RunRecorder:
             "followed": len(self._live),
             "unfollowed": self.unfollowed,
         }
+
+    async def refresh(self) -> None:
+        """Before `headlines`: one run in each turn of the event loop, as each takes up to 30 ms."""
+        self._sweep()
+        for run in list(self._live):
+            if run in self._live:  # else it was summed up meanwhile
+                self._headline(run)
+                await asyncio.sleep(0)
 
     def headlines(self) -> list[dict[str, Any]]:
         """One of each run that is known, newest first; see `record.headline`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import types
 from typing import Any
 
@@ -384,3 +385,32 @@ def test_services_that_never_end_do_not_hide_all_other_runs() -> None:
     c.finish("serve-0", "x-2")
     assert c.outcomes()[-1] == (recorder.FOLLOWED + 1, "finished", 1)
     assert "The run was followed no more." in record.notes(c.runs.find(1))
+
+
+def test_many_runs_that_go_on_are_looked_at_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look at each takes up to 30 ms of the scheduler's loop."""
+    c = Cluster()
+    for i in range(recorder.FOLLOWED):
+        c.submit(f"x-{i}", span=(f"s{i}",))
+    made = 0
+    stock = record.made
+
+    def counted(*args: Any) -> dict[str, Any]:
+        nonlocal made
+        made += 1
+        return stock(*args)
+
+    monkeypatch.setattr(record, "made", counted)
+
+    async def go() -> None:
+        looking = asyncio.create_task(c.runs.refresh())
+        while not looking.done():
+            before = made
+            await asyncio.sleep(0)
+            assert made <= before + 1
+        looking.result()
+
+    asyncio.run(go())
+    assert made == recorder.FOLLOWED
+    assert len(c.runs.headlines()) == recorder.FOLLOWED
+    assert made == recorder.FOLLOWED, "they are fresh"
