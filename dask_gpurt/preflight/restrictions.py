@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import operator
 import time
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from distributed.comm import get_address_host
 from distributed.core import Status
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from dask.typing import Key
     from distributed import Scheduler
@@ -176,14 +177,21 @@ class ClassRestrictions:
 
     def waiting(self, nodes: Mapping[str, NodeClass]) -> dict[str, int]:
         """Pattern -> tasks that wait for it, where no worker fits."""
-        if self._scheduler is None:
+        groups = list(self._groups.values())
+        lacking = {p for group in groups for p in group.patterns if not any(map(_fits(p), nodes.values()))}
+        if self._scheduler is None or not lacking:
             return {}
-        # Not all that ask: there may be 100,000 that run, and pages look each second.
-        found = ((ts, self._asked.get(ts.key)) for ts in self._scheduler.unrunnable)
-        counts = collections.Counter(
-            p for ts, asked in found if asked and asked.task() is ts for p in asked.group.patterns
-        )
-        return {p: n for p, n in counts.items() if not any(node.matches(p) for node in nodes.values())}
+        # By their set, in one pass: 100,000 may wait, and pages look each second.
+        sets = collections.Counter(map(id, map(operator.attrgetter("worker_restrictions"), self._scheduler.unrunnable)))
+        counts: collections.Counter[str] = collections.Counter()
+        for group in groups:
+            for p in lacking.intersection(group.patterns):
+                counts[p] += sets[id(group.allowed)]
+        return dict(+counts)
+
+
+def _fits(pattern: str) -> Callable[[NodeClass], bool]:
+    return lambda node: node.matches(pattern)
 
 
 def _patterns(value: Any) -> tuple[tuple[str, ...], str]:

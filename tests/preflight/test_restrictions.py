@@ -82,3 +82,20 @@ def test_groups_are_dropped_with_their_tasks() -> None:
     tasks.clear()
     assert not restrictions._asked
     assert not restrictions._groups
+
+
+def test_what_waits_is_counted_where_no_node_fits() -> None:
+    tasks = {key: Task(key) for key in ("one", "two", "fits", "plain")}
+    scheduler: Any = SimpleNamespace(tasks=tasks, workers={}, unrunnable=dict.fromkeys(tasks.values()))
+    scheduler.coerce_hostname = str
+    restrictions = ClassRestrictions()
+    restrictions.start(scheduler)
+    nodes: Any = {"tcp://h1:1": CountedNode()}
+    asked = {"one": ["b*"], "two": ["b*", "c*"], "fits": ["a*"]}
+    restrictions.ask({key: {"node_class": patterns} for key, patterns in asked.items()}, nodes)
+    assert restrictions.waiting(nodes) == {"b*": 2, "c*": 1}
+    CountedNode.compared = 0
+    tasks.clear()
+    scheduler.unrunnable.clear()
+    assert restrictions.waiting(nodes) == {}
+    assert CountedNode.compared == 0, "none asks any more"

@@ -40,7 +40,7 @@ def summary(trace: Trace) -> str:
         ),
     ]
     if trace.lost_records:
-        lines.append(f"  LOST      {trace.lost_records:,} records: the disk was slower than the run")
+        lines.append(f"  LOST      {trace.lost_records:,} records: the disk was slower than the run, or the file full")
     if trace.damage:
         lines.append(f"  DAMAGED   {trace.damage}")
     seconds: dict[str, list[float]] = defaultdict(list)
