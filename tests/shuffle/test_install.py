@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import dask.array as da
 import pandas as pd
@@ -114,6 +115,18 @@ async def test_a_failing_swap_changes_nothing(c, s, a, b):
         swap_plugin(s, make)
     assert s.plugins["shuffle"] is s.extensions["shuffle"] is stock
     assert {op: s.handlers[op] for op in OPS} == handlers
+
+
+@gen_cluster(**TWO)
+async def test_reasons_that_are_counted_are_bounded(c, s, a, b, monkeypatch):
+    takeover = await ShuffleTakeover.install(s, ON)
+    reasons = iter([f"column{i} is object" for i in range(100)] + ["column0 is object"])
+    monkeypatch.setattr(takeover, "_reason_for_stock", lambda spec: next(reasons))
+    spec = SimpleNamespace(id="x")
+    for _ in range(101):
+        assert takeover.choose(spec) is spec
+    counted = takeover.statistics()["fallbacks"]
+    assert (counted["column0 is object"], counted["other reasons"], sum(counted.values())) == (2, 80, 101)
 
 
 @gen_cluster(**TWO)

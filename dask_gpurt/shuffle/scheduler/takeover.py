@@ -49,6 +49,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("distributed.scheduler.gpurt")
 #: failures within so many seconds after which new shuffles are left to Dask: a query makes few calls here
 FAILURES, FAILURES_SECONDS = 10, 600.0
+#: that are counted one by one. Some name a column or a number, and each is a label of a metric: a scheduler of weeks
+#: must not have ever more of them
+MOST_REASONS = 20
 #: outputs pinned in one turn of the scheduler's loop, about 5 ms
 _PIN_TASKS = 500
 #: the part of our code whose failures are counted, in events and statistics
@@ -166,7 +169,8 @@ class ShuffleTakeover:
             reason = "error"
         message = f"shuffle {spec.id} is left to stock Dask: {reason}"
         self._sink(Event("shuffle.fallback", message, {"shuffle": str(spec.id), "reason": reason}))
-        self._fallbacks[reason] += 1
+        counted = self._fallbacks
+        counted[reason if reason in counted or len(counted) < MOST_REASONS else "other reasons"] += 1
         return spec
 
     async def pin(self, shuffle_id: seam.ShuffleId, run_id: int, plugin: GpurtShufflePlugin) -> None:
