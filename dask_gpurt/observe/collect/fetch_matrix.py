@@ -13,6 +13,7 @@ virtual card has none, nor has a link within a host: it is unknown then, never g
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import heapq
@@ -76,11 +77,14 @@ def nominal_bytes_per_second(ip: str | None) -> float | None:
     """Speed of the network card that has an address; None when there is none, or the system does not know."""
     if ip is None:
         return None
+    wanted = {ip}
+    if ":" not in ip:  # no IPv6, which that call does not know
+        with contextlib.suppress(OSError):
+            wanted.add(socket.gethostbyname(ip))
     try:
-        wanted = socket.gethostbyname(ip)
         cards = psutil.net_if_stats()
         for name, addresses in psutil.net_if_addrs().items():
-            if any(a.address.split("%")[0] in (ip, wanted) for a in addresses):
+            if any(a.address.split("%")[0] in wanted for a in addresses):
                 megabits = cards[name].speed if name in cards else 0
                 return megabits * 1e6 / 8 if megabits > 0 else None
     except OSError:

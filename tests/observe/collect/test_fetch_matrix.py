@@ -103,13 +103,14 @@ def test_a_hundred_hosts_are_bounded_and_nothing_is_lost() -> None:
 
 def test_the_nominal_speed_is_that_of_the_card_with_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     address, stats = type("Address", (), {}), type("Stats", (), {})
-    fast, slow = address(), address()
-    fast.address, slow.address = "10.9.9.9", "127.0.0.1"
+    fast, slow, six = address(), address(), address()
+    fast.address, slow.address, six.address = "10.9.9.9", "127.0.0.1", "fe80::7%eth7"
     known, unknown = stats(), stats()
     known.speed, unknown.speed = 10_000, 0
-    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth7": [fast], "lo": [slow]})
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth7": [fast, six], "lo": [slow]})
     monkeypatch.setattr(psutil, "net_if_stats", lambda: {"eth7": known, "lo": unknown})
     assert fetch_matrix.nominal_bytes_per_second("10.9.9.9") == 1.25e9
+    assert fetch_matrix.nominal_bytes_per_second("fe80::7") == 1.25e9
     assert fetch_matrix.nominal_bytes_per_second("127.0.0.1") is None
     assert fetch_matrix.nominal_bytes_per_second("10.1.1.1") is None
     assert fetch_matrix.nominal_bytes_per_second("no such host.invalid") is None
