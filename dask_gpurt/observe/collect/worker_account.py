@@ -3,7 +3,8 @@
 A worker reports U, the seconds in which its slots had no task assigned. The scheduler knows why: V[cause] are its own
 integrals since the last heartbeat. The two need not agree, as messages take time:
 
-* U < sum(V): all V are scaled down; the worker was sent something in the last moment.
+* U < sum(V): all V are scaled down; the heartbeat was late, so V reaches further than U. What is left of V belongs to the
+  next heartbeat. Else each one that is less late would say ``scheduler``, on a cluster without work for ever.
 * U > sum(V): the difference is ``scheduler``: slots had a task assigned that had not arrived, or whose result had not
   been taken in.
 
@@ -27,6 +28,8 @@ INDEX = {name: i for i, name in enumerate(CENTRAL)}
 #: uses that a heartbeat has, and their keys there
 _USES = tuple((name, heartbeat_key(name)) for name in ("slots", "busy", "running", UNASSIGNED, *LOCAL))
 _UNASSIGNED_KEY, _SLOTS_KEY = heartbeat_key(UNASSIGNED), heartbeat_key("slots")
+#: seconds per slot by which a heartbeat may be late; what V is above U by more has other reasons, such as a pause
+_LATE_SECONDS = 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -119,6 +122,10 @@ class WorkerAccount:
         for name, seconds in zip(CENTRAL, causes, strict=True):
             totals[name] += seconds * scale
         unknown = idle - known * scale
+        early = known - known * scale
+        if early > 0:
+            kept = (1.0 - scale) * min(1.0, _LATE_SECONDS * self.slots / early)
+            self.unassigned = [seconds * kept for seconds in causes]
         waited = causes[INDEX["scheduler"]] * scale + unknown
         own = waited * min(1.0, planning / wall) if wall > 0 else 0.0
         totals["scheduler"] += unknown - own

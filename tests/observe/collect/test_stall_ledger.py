@@ -103,6 +103,33 @@ def test_what_is_assigned_but_not_there_is_the_schedulers() -> None:
     assert s.beat() == {"scheduler": 2}
 
 
+def test_late_heartbeats_of_idle_workers_are_no_wait_for_the_scheduler() -> None:
+    s = Scheduler()
+    s.move(1)
+    s.beat()
+    for _ in range(100):
+        s.clock.now += 0.2  # it was written before, and comes now
+        s.beat()
+        s.clock.now -= 0.2
+        s.move(0.5)
+        s.beat()
+    assert s.beat() == {"no_work": 4 * 51}
+
+
+def test_what_a_paused_worker_explains_itself_is_not_kept_for_later() -> None:
+    s = Scheduler()
+    for _ in range(20):
+        s.clock.now += 10
+        for told in s.told.values():
+            told["slots"] += 20
+            told["memory"] += 20
+        s.beat()
+    for i in range(4):
+        s.start(f"x{i}", "ab"[i % 2])
+    s.move(100, late=5)
+    assert s.beat() == {"memory": 20 * 40, "scheduler": 4 * 5 - 4, "no_work": 4}
+
+
 def test_own_planning_is_part_of_the_schedulers() -> None:
     s = Scheduler()
     s.beat()
