@@ -280,6 +280,8 @@ async def ask_workers(
                 addresses = list((await facts_of(client, timeout=timeout, left=deadline - loop.time()))["workers"])
             left = deadline - loop.time()
             alone = asyncio.gather(*(_ask_worker(client, function, a, left, timeout, kwargs) for a in addresses))
+            # A `gather` that is cancelled ends with an exception, which asyncio prints where nothing looks at it.
+            alone.add_done_callback(lambda t: t.cancelled() or t.exception())
             await asyncio.wait((every, alone), return_when=asyncio.FIRST_COMPLETED)
             if not every.done() or every.exception() is not None:
                 return dict(zip(addresses, await alone, strict=True))

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+import types
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from distributed import Client
+
+from dask_gpurt.client.ask import ask_workers
 
 from .processes import processes, together
 
@@ -68,3 +73,30 @@ def test_from_the_command_line(tmp_path: Path) -> None:
                 assert "Traceback" not in answer.stderr
             assert no_cluster.returncode == 1
             assert "no scheduler answers at 'tcp://127.0.0.1:1'" in no_cluster.stderr
+
+
+def test_workers_that_were_asked_again_leave_no_traceback() -> None:
+    said: list[Any] = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context))
+        asked_alone = asyncio.Event()
+
+        async def run(function: Any, *, workers: list[str] | None, on_error: str) -> dict[str, Any]:
+            if workers is None:
+                await asked_alone.wait()
+                return {"a": 1, "b": 2}
+            asked_alone.set()
+            return await asyncio.Event().wait() and {}
+
+        async def identity(n_workers: int) -> dict[str, Any]:
+            return {"workers": {"a": {}, "b": {}}}
+
+        scheduler = types.SimpleNamespace(identity=identity, address="tcp://there")
+        client: Any = types.SimpleNamespace(status="running", scheduler=scheduler, run=run)
+        assert await ask_workers(client, len, timeout=1) == {"a": 1, "b": 2}
+        await asyncio.sleep(0.01)
+        gc.collect()
+
+    asyncio.run(main())
+    assert said == []
