@@ -81,7 +81,9 @@ def test_all_checks_together_have_a_limit() -> None:
         found = run(checks, node(), total_seconds=0.2)
     finally:
         release.set()
-    assert {f.state for f in found} == {State.FAIL}
+    # None had the time that it may take, so nothing says that it hangs.
+    assert {f.state for f in found} == {State.WARN}
+    assert {f.expected for f in found} == {"an answer"}
     assert time.monotonic() - started < 40  # one of them alone would take 50
 
 
