@@ -18,9 +18,9 @@ A cluster gets it by ``dask scheduler --preload dask_gpurt.preload``; user code 
 `runs`, `compare`
     the newest runs; two of them side by side
 `safe`
-    have Dask do what a part of the extension did, at once, until it is told otherwise
+    have Dask do what a part of the extension did, at once, until it is switched off
 `diagnose`
-    why a cluster is slow, or stands: five questions, up to the first that finds a cause
+    why a cluster is slow or stuck: five questions, up to the first that finds a cause
 `hold`, `release`
     give workers no more tasks and move their data away; let them in again
 """

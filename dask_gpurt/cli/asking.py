@@ -172,7 +172,7 @@ def compare(words: tuple[str, ...], as_json: bool, timeout: float) -> None:
     show(ask(address, first, second, timeout=timeout), as_json)
 
 
-@gpurt.command(short_help="Say why a cluster is slow or stands.")
+@gpurt.command(short_help="Say why a cluster is slow or stuck.")
 @click.argument("address", required=False)
 @click.option("--every", is_flag=True, help="Go on after the first cause.")
 @click.option(

@@ -19,7 +19,7 @@ from dask_gpurt.model.safe_mode import PARTS
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @asks
 def safe(words: tuple[str, ...], parts: tuple[str, ...], as_json: bool, timeout: float) -> None:
-    """Have Dask do what placement, tiers or shuffle did, at once, until it is told otherwise.
+    """Have Dask do what placement, tiers or shuffle did, at once, until it is switched off.
 
     ADDRESS is that of the scheduler (tcp://host:port). Nothing is uninstalled, and shuffles go on. Exit code 1 when a
     worker does not answer.

@@ -32,7 +32,7 @@ def diagnose(
     stall_seconds: float = STALL_SECONDS,
     timeout: float = ANSWER_SECONDS,
 ) -> Diagnosis:
-    """Say why a cluster is slow or stands: five questions in order, up to the first that finds a cause.
+    """Say why a cluster is slow or stuck: five questions in order, up to the first that finds a cause.
 
     Parameters
     ----------

@@ -64,7 +64,7 @@ class Answer(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-    """Why a cluster is slow, or stands."""
+    """Why a cluster is slow or stuck."""
 
     #: ``M1`` to ``M6``, a check of the doctor, or a cause of the ledger
     id: str

@@ -55,7 +55,7 @@ class SafeMode:
 def safe(
     client: Asked = None, on: bool = True, *, parts: Iterable[str] | None = None, timeout: float = ANSWER_SECONDS
 ) -> SafeMode:
-    """Have Dask do what parts of the extension did, at once, until they are told otherwise.
+    """Have Dask do what parts of the extension did, at once, until it is switched off.
 
     Nothing is uninstalled. Shuffles that run go on, over Dask's comms; workers that join follow.
 
