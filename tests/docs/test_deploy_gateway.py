@@ -93,7 +93,7 @@ assert cluster.security is not None and client.scheduler.address.startswith(("tl
 status = dask_gpurt.status(client)
 (worker,) = status.workers.values()
 assert set(worker["parts"].values()) == {"on"}, worker
-assert abs(worker["tiers"]["host_limit_bytes"] / 2**30 - 1.0) < 0.2, worker["tiers"]["host_limit_bytes"]
+assert abs(worker["tiers"]["host_limit_bytes"] / 2**30 - 1.0) < 0.1, worker["tiers"]["host_limit_bytes"]
 assert client.submit(sum, [1, 2]).result(timeout=60) == 3
 cluster.shutdown()
 print("done")

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 def test_attach_over_tls(name: str, tmp_path: Path) -> None:
     """What both pages do once the service has started the cluster."""
     pytest.importorskip("cryptography")
-    assert text(name).rstrip().endswith("client = cluster.get_client()\ndask_gpurt.attach(client)")
+    settings = {"tiers.host-limit": 0.5}
+    line = 'dask_gpurt.attach(client, settings={"tiers.host-limit": 0.5})'
+    assert text(name).rstrip().endswith(f"client = cluster.get_client()\n{line}")
     from distributed import LocalCluster
 
     security = Security.temporary()
@@ -30,9 +32,11 @@ def test_attach_over_tls(name: str, tmp_path: Path) -> None:
         Client(cluster.scheduler_address, security=security) as client,
     ):
         assert cluster.scheduler_address.startswith("tls://")
-        assert dask_gpurt.attach(client).installed
+        assert dask_gpurt.attach(client, settings=settings).installed
         (worker,) = dask_gpurt.status(client).workers.values()
         assert set(worker["parts"].values()) == {"on"}
+        memory = next(iter(client.scheduler_info()["workers"].values()))["memory_limit"]
+        assert worker["tiers"]["host_limit_bytes"] == pytest.approx(0.5 * memory, rel=0.01)
         assert client.submit(sum, [1, 2]).result(timeout=60) == 3
 
 
@@ -45,7 +49,6 @@ def test_gateways_configuration() -> None:
     exec(text("gateway-config"), {"c": config})
     loaded = ClusterConfig(config=config)
     assert (loaded.scheduler_cmd, loaded.worker_cmd) == (["dask", "scheduler"], ["dask", "worker"])
-    assert loaded.environment == {"DASK_GPURT__TIERS__HOST_LIMIT": "0.5"}
 
 
 @pytest.mark.cluster
