@@ -160,7 +160,7 @@ def _healthy(evidence: Evidence) -> _Looked:
     warned = sum(check.state is State.WARN for check in evidence.checks)
     return _said(
         causes,
-        f"{len(snapshot.workers)} workers asked, {len(evidence.checks)} findings of the doctor, {warned} of them warnings.",
+        f"{len(snapshot.workers)} workers asked, {len(evidence.checks)} findings of the doctor, {warned} of them warn.",
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from distributed.metrics import time
 from distributed.scheduler import TaskState
 
 from dask_gpurt.model.checks import require_names
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 _SCHEDULER = ("workers", "tasks", "queued", "unrunnable", "handlers")
 _WORKER = (
-    *("execute", "handle_stimulus", "executors", "digests_total", "transfer_incoming_log"),
+    *("execute", "handle_stimulus", "executors", "digests_total", "transfer_incoming_log", "_last_tick"),
     *("state.nthreads", "state.executing", "state.waiting", "state.constrained", "state.running"),
 )
 _BOKEH = ("_applications", "app_paths", "prefix", "add_handlers")
@@ -47,6 +48,11 @@ def check_worker(worker: Worker) -> None:
         It is not there.
     """
     require_names(worker, "worker", _WORKER)
+
+
+def standing_seconds(worker: Worker) -> float:
+    """Seconds since the worker's event loop noted, as it does 50 times a second, that it runs. On that loop."""
+    return float(time() - worker._last_tick)
 
 
 def check_tasks() -> None:

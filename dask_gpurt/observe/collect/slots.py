@@ -14,6 +14,10 @@ event loop). So, always and by construction::
 
     slots x time = busy + running + serialisation + network + unspill + memory + ... + unassigned
 
+A message with a task is decoded on the event loop, which stands still while that imports the task's modules. The slot
+has nothing meanwhile, as far as the state machine knows. So the time for which the loop had stood still when the task
+came is moved from ``unassigned`` to ``serialisation``, but for what was read already: it only grows.
+
 ``running`` is the time of tasks that have not ended, which is a gauge: part of it may turn out to be serialisation.
 All the others only grow.
 
@@ -27,6 +31,7 @@ waiting for the network, as far as this worker knows.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
@@ -41,6 +46,8 @@ if TYPE_CHECKING:
 #: such tasks wait for all senders of a shuffle, from their first to their last moment
 BARRIER_PREFIX = "shuffle-barrier-"
 _IDLE = ("memory", "network", "resources", UNASSIGNED)
+#: a loop that stands still for less, or for longer (a machine that slept), was not held up by decoding a task
+_STANDING_SECONDS = (0.05, 60.0)
 
 
 class RunningTask:
@@ -143,6 +150,10 @@ class SlotMeter:
         #: lengths of waits that have ended, by cause
         self.tails = Tails()
         self._idle_seconds = [0.0] * len(_IDLE)
+        #: of ``unassigned``, in which a task was decoded
+        self._decoding_seconds = 0.0
+        #: what was read of ``unassigned`` last
+        self._unassigned_read = 0.0
         self._wait_seconds: dict[str, float] = {}
         self._slot_seconds = 0.0
         self._executing_seconds = 0.0
@@ -174,8 +185,19 @@ class SlotMeter:
                         self._wait_seconds[cause] = self._wait_seconds.get(cause, 0.0) + count * seconds
         return self._last
 
-    def state(self, slots: int, executing: int, paused: bool = False, waiting: int = 0, constrained: int = 0) -> None:
-        """The state machine has changed: so many tasks execute, wait for inputs, or wait for resources."""
+    def state(
+        self,
+        slots: int,
+        executing: int,
+        paused: bool = False,
+        waiting: int = 0,
+        constrained: int = 0,
+        standing: float = 0.0,
+    ) -> None:
+        """The state machine has changed: so many tasks execute, wait for inputs, or wait for resources.
+
+        `standing`: seconds since the event loop ran last.
+        """
         with self.lock:
             self.advance()
             self.now = (slots, executing, paused, waiting, constrained)
@@ -189,6 +211,10 @@ class SlotMeter:
                 resources = min(idle - network, constrained)
                 by_cause = (0, network, resources, idle - network - resources)
             if by_cause != self._idle:
+                if by_cause[-1] < self._idle[-1] and _STANDING_SECONDS[0] < standing < _STANDING_SECONDS[1]:
+                    since = itertools.islice(self._idle_since[-1], self._idle[-1] - by_cause[-1])
+                    unread = self._idle_seconds[-1] - self._decoding_seconds - self._unassigned_read
+                    self._decoding_seconds += min(unread, sum(min(standing, self._last - one) for one in since))
                 self._turn(by_cause)
 
     def _turn(self, idle: tuple[int, int, int, int]) -> None:
@@ -248,13 +274,15 @@ class SlotMeter:
             running = sum(task.running(now) for task in self._tasks.values())
             waits = dict(self._wait_seconds)
             idle = dict(zip(_IDLE, self._idle_seconds, strict=True))
+            idle[UNASSIGNED] -= self._decoding_seconds
+            self._unassigned_read = idle[UNASSIGNED]
             rest = self._executing_seconds - sum(waits.values()) - running - self._busy_seconds
             out = {
                 "slots": self._slot_seconds,
                 "busy": self._busy_seconds,
                 "running": running,
                 # Rounding of sums of millions of terms may leave it below zero.
-                "serialisation": max(0.0, rest),
+                "serialisation": max(0.0, rest) + self._decoding_seconds,
             }
         for cause in ("network", "unspill", "memory", "shuffle_barrier", "resources", UNASSIGNED):
             out[cause] = waits.pop(cause, 0.0) + idle.get(cause, 0.0)

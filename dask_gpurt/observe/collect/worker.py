@@ -111,7 +111,7 @@ class WorkerSlots:
         constrained = len(state.constrained) if state.total_resources else 0
         counts = (state.nthreads, len(executing), not state.running, len(state.waiting), constrained)
         if counts != self.meter.now:
-            self.meter.state(*counts)
+            self.meter.state(*counts, standing=seam.standing_seconds(self.worker))
         if self._adopted:
             now = {ts.key for ts in executing}
             for key in [key for key in self._adopted if key not in now]:

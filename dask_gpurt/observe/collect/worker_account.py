@@ -3,8 +3,8 @@
 A worker reports U, the seconds in which its slots had no task assigned. The scheduler knows why: V[cause] are its own
 integrals since the last heartbeat. The two need not agree, as messages take time:
 
-* U < sum(V): all V are scaled down; the heartbeat was late, so V reaches further than U. What is left of V belongs to the
-  next heartbeat. Else each one that is less late would say ``scheduler``, on a cluster without work for ever.
+* U < sum(V): all V are scaled down; the heartbeat was late, so V reaches further than U. What is left of V belongs to
+  the next heartbeat. Else each one that is less late would say ``scheduler``, on a cluster without work for ever.
 * U > sum(V): the difference is ``scheduler``: slots had a task assigned that had not arrived, or whose result had not
   been taken in.
 

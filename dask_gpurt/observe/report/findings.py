@@ -307,7 +307,8 @@ RULES: tuple[Rule, ...] = (
         _of("serialisation"),
         "Workers spent {} of their threads' time between tasks, on serialisation and on their event loop.",
         _unless_tasks_are_small(
-            "Large arguments in tasks are serialised with each of them: scatter them once, or load them in the task."
+            "Large arguments in tasks are serialised with each of them: scatter them once, or load them in the task. "
+            "The first tasks on a worker also import their modules there: dask worker --preload MODULE does so before."
         ),
     ),
     Rule(

@@ -41,6 +41,34 @@ def test_idle_slots_by_state() -> None:
     assert _exact(meter) == {"network": 10 + 200, "memory": 2000, "resources": 10_000, "unassigned": 2 + 10 + 10_000}
 
 
+def test_a_loop_that_stood_still_while_a_task_was_decoded() -> None:
+    clock = Clock()
+    meter = SlotMeter(2, clock)
+    clock.now += 10
+    assert _exact(meter) == {"unassigned": 20}
+    clock.now += 3
+    _state(meter, executing=1, standing=2.5)  # as its modules were imported
+    task = meter.started("x")
+    clock.now += 1
+    assert _exact(meter) == {"unassigned": 20 + 3 + 0.5 + 1, "serialisation": 2.5, "running": 1}
+    meter.ended(task, 1)
+    _state(meter, executing=0, standing=0.5)  # a task that ends was not decoded
+    clock.now += 0.25
+    _state(meter, executing=2, standing=100.0)  # the machine slept
+    assert _exact(meter)["serialisation"] == 2.5
+    _state(meter)
+    clock.now += 0.25
+    _state(meter, executing=1, standing=10.0)  # no slot was idle for as long
+    assert _exact(meter)["serialisation"] == 2.75
+    _state(meter)
+    clock.now += 1
+    read = _exact(meter)["unassigned"]
+    clock.now += 2
+    _state(meter, executing=2, standing=3.0)  # what was read stays
+    assert _exact(meter)["unassigned"] == read
+    assert _exact(meter)["serialisation"] == 2.75 + 4
+
+
 def test_a_task_with_waits() -> None:
     clock = Clock()
     meter = SlotMeter(2, clock)
