@@ -88,6 +88,11 @@ def origin(shard: int) -> tuple[int, int]:
     return shard >> 32, shard >> 24 & 255
 
 
+def numbered(shard: int) -> int:
+    """What a shard is a number of, from its id: input, attempt and epoch."""
+    return shard >> 16
+
+
 def directed(shard: int) -> int:
     """The epoch in which a shard got its destination, from its id."""
     return shard >> 16 & 255

@@ -194,6 +194,8 @@ class Shard:
     known: KnownSchema | None = None
     #: a table and its columns, one array each, if they are known; holds only while `table` is this one
     apart: tuple[pa.Table, Sequence[pa.Array]] | None = None
+    #: stands for what the ids of its input mean for this worker, see `worker.splitter`; 0: it is the only one of its id
+    split: int = 0
 
     @property
     def arrays(self) -> Sequence[pa.Array] | None:

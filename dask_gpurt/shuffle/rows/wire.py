@@ -9,8 +9,8 @@ bytes are never copied or pickled here::
     frame 0   head   prefix: magic, version, length and xxh3-64 of the rest
                      run tag (xxh3-64 of the shuffle's id), run id, sequence number of the sender, counts
                      schemas: key, length, bytes (only those the peer does not have yet)
-                     shards: input id, kind, schema key, rows, counts, xxh3-64 of its buffers; then its output ids,
-                     rows per output, and (frame, offset, length) of each buffer
+                     shards: input id, split, kind, schema key, rows, counts, xxh3-64 of its buffers; then its output
+                     ids, rows per output, and (frame, offset, length) of each buffer
     frame 1   blob   all buffers shorter than `SMALL`, at multiples of 64
     frame 2.. a large buffer, or several that follow one another in memory, as those of one gather do: the receiver's
               memory is then one large allocation, which has fewer page faults
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from dask_gpurt.model import Buffer
 
 MAGIC = b"GPRT"
-VERSION = 2
+VERSION = 3
 #: buffers shorter than this many bytes travel together in the blob
 SMALL = 1 << 16
 _ALIGN = 64
@@ -61,7 +61,7 @@ _RAW, _STREAM, _PACKED = 0, 1, 2
 _PREFIX = struct.Struct("<4sHHQQ")  # magic, version, flags, bytes of the head after the prefix, xxh3-64 of them
 _HEAD = struct.Struct("<QqQIII")  # run tag, run id, sequence, schemas, shards, frames
 _SCHEMA = struct.Struct("<QI")  # key, bytes
-_SHARD = struct.Struct("<qBQQIIQ")  # input id, kind, schema key, rows, outputs, buffers, xxh3-64 of the buffers
+_SHARD = struct.Struct("<qQBQQIIQ")  # input id, split, kind, schema key, rows, outputs, buffers, xxh3-64 of these
 _LENGTH = struct.Struct("<q")
 _NO_BUFFER = _LENGTH.pack(-1)
 _BUFFER = struct.Struct("<IQQ")  # frame, offset, length; frame 0: no buffer there (column without nulls)
@@ -84,6 +84,7 @@ class Parcel:
     nbytes: int
     #: packs on the device: `pack` finds out where they are by then, and until then there are no buffers
     packs: packed.PackedRows | None = None
+    split: int = 0  # see `Shard.split`
 
     def __sizeof__(self) -> int:  # what distributed's send buffer charges its limiter with
         return self.nbytes + self.parts.nbytes + self.lengths.nbytes + 256
@@ -107,8 +108,7 @@ def encode(shard: Shard, schema: tuple[int, bytes] | None = None) -> Parcel:
     buffers = None if arrays is None else buffers_of(arrays, (shard.known or schema_of(shard.table.schema)).schema)
     kind = _RAW
     if buffers is None:
-        kind, buffers = _STREAM, (stream(shard.table),)
-        key, raw_schema = 0, b""
+        kind, key, raw_schema, buffers = _STREAM, 0, b"", (stream(shard.table),)
     return Parcel(
         input_id=shard.input_id,
         kind=kind,
@@ -223,7 +223,7 @@ def pack(
     for key, raw in schemas.items():
         body += _SCHEMA.pack(key, len(raw)) + raw
     for p, spots in zip(parcels, places, strict=True):
-        body += _SHARD.pack(p.input_id, p.kind, p.schema_key, p.rows, len(p.parts), len(spots), p.digest)
+        body += _SHARD.pack(p.input_id, p.split, p.kind, p.schema_key, p.rows, len(p.parts), len(spots), p.digest)
         body += p.parts.tobytes() + p.lengths.tobytes()
         for spot in spots:
             body += _BUFFER.pack(*spot)
@@ -353,7 +353,7 @@ def _shard(
     """
     import pyarrow as pa
 
-    input_id, kind, key, rows, n_parts, n_buffers, digest = reader.unpack(_SHARD)
+    input_id, split, kind, key, rows, n_parts, n_buffers, digest = reader.unpack(_SHARD)
     parts = np.frombuffer(reader.take(4 * n_parts), dtype="<u4")
     lengths = np.frombuffer(reader.take(8 * n_parts), dtype="<u8")
     if int(lengths.sum()) != rows or (n_parts and int(lengths.max()) > rows):
@@ -381,7 +381,7 @@ def _shard(
     if table.num_rows != rows:
         raise WireError(f"input {input_id}: has {table.num_rows} rows, its head says {rows}")
     nbytes = sum(b.size for b in buffers if b is not None)
-    return Shard(input_id, table, parts, lengths, known_bytes=nbytes, known=known, apart=apart)
+    return Shard(input_id, table, parts, lengths, known_bytes=nbytes, known=known, apart=apart, split=split)
 
 
 def _buffers(

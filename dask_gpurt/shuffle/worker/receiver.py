@@ -5,6 +5,8 @@ Invariants
   its id from the moment it came. A second copy (a resend after a lost acknowledgement, a transfer task that ran twice)
   waits for the first and is dropped. Race: (1) a message waits in `put`; (2) its comm breaks, the sender resends; (3)
   were the copy acknowledged at once, the barrier could pass and an output be assembled before (1) is stored.
+- A copy is one only if the ids of its input mean the same (`Shard.split`). Else rows would be missing or there twice,
+  and which of the two attempts counts is not known here: the shuffle starts anew.
 - Shards with few rows per output wait in `_few` until they are worth a merge (see `rows.coalesce`), `MERGE_BYTES` of
   them at most. They are acknowledged before that. `settle` stores the last of them and waits for merges under way; it
   comes before every `take`, so no output is assembled without them.
@@ -21,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dask_gpurt.errors import WireError
 from dask_gpurt.memory.malloc import heap
 from dask_gpurt.shuffle import seam
+from dask_gpurt.shuffle.protocol.recovery import numbered, origin
 from dask_gpurt.shuffle.rows import wire
 from dask_gpurt.shuffle.rows.partition import SHARD_BYTES
 from dask_gpurt.shuffle.transport.link import records
@@ -28,7 +31,7 @@ from dask_gpurt.shuffle.worker.executor import submit
 from dask_gpurt.shuffle.worker.message import Message
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Awaitable, Callable, Hashable, Sequence
 
     import pyarrow as pa
 
@@ -73,6 +76,8 @@ class Receiver:
         Merges shards and makes chunks of them.
     credit
         Whom to tell of messages by distributed's comms.
+    restart
+        Has the shuffle start anew.
     counters
         What was received and stored.
     """
@@ -85,16 +90,19 @@ class Receiver:
         store: ShardStore,
         rows: RowKind,
         credit: CreditBook,
+        restart: Callable[[], Awaitable[None]],
         counters: ShuffleCounters,
     ) -> None:
         self._host, self._key = host, key
         self._store, self._rows, self._credit = store, rows, credit
-        self._counters = counters
+        self._restart, self._counters = restart, counters
         self._store_key: Hashable = (host.id, host.run_id)
         #: bytes of all messages
         self.received_bytes = 0
         #: id of a shard -> None once it is stored here, else what to wait for
         self._arrivals: dict[int, asyncio.Future[None] | None] = {}
+        #: input, attempt and epoch -> what its ids mean here
+        self._splits: dict[int, int] = {}
         #: schemas received, by key
         self._schemas: dict[int, pa.Schema] = {}
         #: shards with few rows per output that wait to be merged
@@ -145,7 +153,20 @@ class Receiver:
         return {"status": "OK", "granted": self._credit.granted(self._key, message.sender)}
 
     async def keep(self, shards: list[Shard], nbytes: int) -> None:
-        """Store shards that are new; return when every one of them, and every earlier copy of it, is stored."""
+        """Store shards that are new; return when every one of them, and every earlier copy of it, is stored.
+
+        Raises
+        ------
+        ShuffleClosedError
+            An input came in two ways: the shuffle starts anew.
+        """
+        for s in shards:
+            if s.split and self._splits.setdefault(numbered(s.input_id), s.split) != s.split:
+                why = f"{self._host}: input {origin(s.input_id)[0]} was split twice, in different ways"
+                self._counters.last_error = why
+                self._counters.add(restarts=1)
+                await self._restart()
+                raise seam.ShuffleClosedError(why)
         # An input that was split twice by one worker (its task was released and came back) may be twice in one message.
         fresh = list({s.input_id: s for s in shards if s.input_id not in self._arrivals}.values())
         earlier = {f for s in shards if (f := self._arrivals.get(s.input_id)) is not None}

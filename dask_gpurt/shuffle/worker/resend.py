@@ -4,12 +4,16 @@
 owners of what the log of sends gave back, `Resender.send_all` sends it.
 
 Theory of operation. Rows go by input and attempt, under the epoch in which they got their new destination
-(`recovery.shard_id`). The ids of one input, attempt and epoch for one worker are numbered; who sends keeps count.
+(`recovery.shard_id`). The ids of one input, attempt and epoch for one worker are numbered; who sends keeps count. Two
+workers that split an input in one attempt would number its rows in different ways; `Shard.split` tells them apart.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, NamedTuple
+
+import xxhash
 
 from dask_gpurt.shuffle.protocol.recovery import CUTS, shard_id
 from dask_gpurt.shuffle.rows.partition import Shard, by_owner
@@ -54,6 +58,8 @@ class Resender:
     def __init__(self, host: RunHost, *, owners: Owners, log: SendLog[Shard], sender: Sender, rows: RowKind) -> None:
         self._host, self._owners, self._log, self._sender = host, owners, log, sender
         self._rows = rows
+        #: what stands for this worker's way to number rows
+        self._split = xxhash.xxh3_64_intdigest(host.local_address.encode()) or 1
 
     def route(self, again: Iterable[tuple[int, int, Shard]]) -> list[Routed]:
         """Shards of lost workers or void outputs, (input, attempt, shard), by the owners of their outputs; views.
@@ -77,11 +83,11 @@ class Resender:
                     continue  # lost since; sent again by the amendment that said so
                 number = counts.get((partition, address), 0)
                 first_id = shard_id(partition, attempt, epoch)
-                counts[partition, address] = await self.send(shard, address, first_id, number, CUTS)
+                counts[partition, address] = await self.send(shard, address, first_id, number, CUTS, self._split)
         except Exception as e:
             self._host.fail(e)
 
-    async def send(self, shard: Shard, address: str, first_id: int, number: int, limit: int) -> int:
+    async def send(self, shard: Shard, address: str, first_id: int, number: int, limit: int, split: int = 0) -> int:
         """Stage the rows of a shard for a worker, which may be this one; returns the next free number.
 
         Parameters
@@ -92,12 +98,15 @@ class Resender:
             The next free number of this input for this worker.
         limit
             Numbers are below this one.
+        split
+            See `Shard.split`; 0: no other worker has these numbers.
 
         Raises
         ------
         OverflowError
             There are not enough numbers.
         """
+        shard = dataclasses.replace(shard, split=split)
         own: list[Shard] = []
         parcels: list[Parcel] = []
         if address == self._host.local_address:
@@ -115,4 +124,5 @@ class Resender:
 
     def encoded(self, shard: Shard, first_id: int) -> list[Parcel]:
         """A shard in memory of its own, cut and encoded, with ids from `first_id` on; any thread."""
-        return self._rows.encoder()(self._rows.copied(shard, first_id))
+        parcels = self._rows.encoder()(self._rows.copied(shard, first_id))
+        return [dataclasses.replace(parcel, split=shard.split) for parcel in parcels]

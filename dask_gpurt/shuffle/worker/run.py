@@ -146,7 +146,15 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
             direct=lambda addresses: seam.sync(self._loop, self._sender.direct, addresses),
             counters=counters,
         )
-        self._receiver = Receiver(self, key=key, store=store, rows=rows, credit=plane, counters=counters)
+        self._receiver = Receiver(
+            self,
+            key=key,
+            store=store,
+            rows=rows,
+            credit=plane,
+            restart=self._scheduler_calls.restart,
+            counters=counters,
+        )
         self._sender = Sender(
             self,
             key=key,

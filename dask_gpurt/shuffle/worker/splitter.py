@@ -1,4 +1,11 @@
-"""Split one input partition for the owners of its rows, in the thread of its task."""
+"""Split one input partition for the owners of its rows, in the thread of its task.
+
+An input may be split twice in one attempt: its task was released after some of its shards were sent, and runs again,
+here or on another worker. Receivers drop the second copy of a shard by its id. So equal ids must stand for equal rows,
+which nothing can promise: a join's filter came in between, a worker does not cut what it has for itself, packs of
+device memory are cut by what earlier ones were like. Therefore every shard has with it what stands for the meaning of
+all ids of its input for one worker (`Shard.split`). A receiver that gets two of them has the shuffle restarted.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +15,22 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
+import xxhash
+
 from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.protocol.histogram import Histogram
 from dask_gpurt.shuffle.protocol.recovery import CUTS, shard_id
 from dask_gpurt.shuffle.worker.message import Outgoing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterable
+
+    import numpy as np
 
     from dask_gpurt.shuffle.counters import ShuffleCounters
     from dask_gpurt.shuffle.rows.kinds import RowKind
     from dask_gpurt.shuffle.rows.partition import Shard
+    from dask_gpurt.shuffle.rows.wire import Parcel
     from dask_gpurt.shuffle.worker.host import RunHost
     from dask_gpurt.shuffle.worker.join_filter import JoinRows
     from dask_gpurt.shuffle.worker.owners import Owners
@@ -97,7 +109,7 @@ class Splitter:
         self._count(data, shards)
         self._say_pickled(data, shards)
         middle = time.perf_counter()
-        nbytes = self._encode(shards, first_id, out)
+        nbytes = self._encode(shards, first_id, out, keep)
         end = time.perf_counter()
         self._counters.add(inputs=1, seconds_partition=middle - start, seconds_encode=end - middle)
         self._join.split(partition, data, len(data) if keep is None else int(keep.sum()), time.thread_time() - cpu)
@@ -130,7 +142,9 @@ class Splitter:
                 ", ".join(map(repr, sorted(new))),
             )
 
-    def _encode(self, shards: list[tuple[str, Shard]], first_id: int, out: Outgoing) -> int:
+    def _encode(
+        self, shards: list[tuple[str, Shard]], first_id: int, out: Outgoing, keep: np.ndarray[Any, Any] | None
+    ) -> int:
         """Cut and encode the shards for other workers; returns their bytes."""
         encode = self._rows.encoder()
         nbytes = 0
@@ -150,4 +164,28 @@ class Splitter:
                 f"input partition {out.partition} of {self._host} is more than {CUTS} messages for one worker. "
                 "Remedy: use smaller input partitions"
             )
+        rows = b"" if keep is None else xxhash.xxh3_64_digest(keep)
+        split = _meaning(rows, out.own)
+        out.own = [dataclasses.replace(shard, split=split) for shard in out.own]
+        for address, parcels in out.parcels.items():
+            split = _meaning(rows, parcels)
+            out.parcels[address] = [dataclasses.replace(parcel, split=split) for parcel in parcels]
         return nbytes
+
+
+def _meaning(rows: bytes, shards: Iterable[Shard | Parcel]) -> int:
+    """Stands for what the ids of an input mean for one worker, see `Shard.split`.
+
+    Parameters
+    ----------
+    rows
+        Stands for the rows of the input that were split.
+    shards
+        What was numbered. The rows of one output are in the order of the input, so their counts say which they are.
+    """
+    meaning = xxhash.xxh3_64(rows)
+    for shard in shards:
+        meaning.update(len(shard.parts).to_bytes(4, "little"))
+        meaning.update(shard.parts)
+        meaning.update(shard.lengths)
+    return int(meaning.intdigest()) or 1

@@ -184,7 +184,7 @@ def test_fuzz_heads_with_a_right_checksum_do_not_allocate_by_their_numbers():
 def test_version_is_named():
     frames = message(shards())
     frames[0] = frames[0][:4] + struct.pack("<H", 9) + frames[0][6:]
-    with pytest.raises(WireError, match=r"version 9.*must be.*version 2"):
+    with pytest.raises(WireError, match=r"version 9.*must be.*version 3"):
         wire.unpack(frames, TAG, 7, {})
 
 

@@ -90,6 +90,10 @@ def outgoing(owners: Owners, ledger: SendLog[Shard]) -> Outgoing:
     return splitter.split(frame(), 4)
 
 
+async def restart() -> None:
+    raise AssertionError("restarted")
+
+
 def shards(partition: int = 0) -> list[Shard]:
     layout = OutputLayout(dict.fromkeys(OWNERS, "a"))
     return [s for _, s in split(frame(), "_partitions", True, shard_id(partition, 0, 0), layout)]
@@ -104,6 +108,72 @@ def test_an_input_is_split_for_the_owners_of_its_rows():
     assert {address: sum(p.rows for p in some) for address, some in out.parcels.items()} == {"b": 30}
     assert [(address, s.table.num_rows) for address, s in out.sent] == [("b", 30)]
     assert {p.input_id for p in out.parcels["b"]} == {s.input_id for s in out.own} == {shard_id(4, 3, 3)}
+
+
+def split_for(address: str, join: Any, cut_bytes: int = 1 << 12) -> Outgoing:
+    """An input of which each worker gets several shards or cuts, split by one worker of two."""
+
+    class There(Host):
+        local_address = address
+
+    many = pd.DataFrame({"v": np.arange(9000), "_partitions": np.arange(9000) % 3})
+    splitter = Splitter(
+        There(),
+        owners=Owners(address, OWNERS, None),
+        log=log(),
+        column="_partitions",
+        rows=rows(cut_bytes),
+        join=join,
+        direct=lambda addresses: (),
+        counters=ShuffleCounters(),
+    )
+    return splitter.split(many, 4)
+
+
+def received(parcels: list[Any]) -> list[Shard]:
+    return wire.unpack(wire.pack(KEY.tag, KEY.run_id, 1, parcels), KEY.tag, KEY.run_id, {})
+
+
+def filtered() -> Any:
+    class Half(JoinRows):
+        def keep(self, data: Any) -> Any:
+            return np.arange(len(data)) % 2 == 0
+
+    return Half(None, None, ShuffleCounters())
+
+
+@pytest.mark.parametrize("again", ["alike", "filtered", "elsewhere"])
+def test_an_input_that_is_split_twice_counts_once_or_the_shuffle_starts_anew(again):
+    # A first attempt has sent some of its shards. The second one numbers them in another way where a filter came in
+    # between; or where it is of the worker that gets them, which does not cut what it has for itself.
+    restarted: list[int] = []
+
+    async def anew() -> None:
+        restarted.append(1)
+
+    async def check() -> None:
+        plain = JoinRows(None, None, ShuffleCounters())
+        credit: Any = None
+        counters = ShuffleCounters()
+        one = Receiver(
+            Host(), key=KEY, store=MemoryShardStore(), rows=rows(), credit=credit, restart=anew, counters=counters
+        )
+        first = split_for("a", plain)
+        assert len(first.parcels["b"]) > 2
+        await one.accept(received(first.parcels["b"][:2]), 100)
+        if again == "elsewhere":
+            second = split_for("b", plain).own
+        else:
+            second = received(split_for("a", plain if again == "alike" else filtered()).parcels["b"])
+        if again == "alike":
+            await one.accept(second, 100)
+            assert sum(rows.table().num_rows for some in await one.take(1) for _, rows in some) == 3000
+        else:
+            with pytest.raises(ShuffleClosedError, match="input 4 was split twice, in different ways"):
+                await one.keep(second, 100)
+        assert len(restarted) == counters.restarts == (again != "alike")
+
+    asyncio.run(check())
 
 
 def test_what_is_no_frame_is_refused():
@@ -274,7 +344,7 @@ def test_a_shard_is_stored_once_and_a_copy_waits_for_it():
     async def check() -> None:
         store, counters = Slow(), ShuffleCounters()
         credit: Any = None
-        one = Receiver(Host(), key=KEY, store=store, rows=rows(), credit=credit, counters=counters)
+        one = Receiver(Host(), key=KEY, store=store, rows=rows(), credit=credit, restart=restart, counters=counters)
         first = asyncio.create_task(one.accept(shards(), 100))
         await asyncio.sleep(0)
         second = asyncio.create_task(one.accept(shards(), 100))
@@ -303,7 +373,9 @@ def test_a_message_that_does_not_parse_is_refused_and_its_credit_given_back():
             arrive=lambda key, sender, nbytes: lambda: given.append(nbytes), granted=lambda key, sender: 9
         )
         counters = ShuffleCounters()
-        one = Receiver(Host(), key=KEY, store=MemoryShardStore(), rows=rows(), credit=credit, counters=counters)
+        one = Receiver(
+            Host(), key=KEY, store=MemoryShardStore(), rows=rows(), credit=credit, restart=restart, counters=counters
+        )
         answer = await one.receive(Message([b"no message"], "b"))
         assert "gpurt-refused" in answer
         assert counters.refused == len(given) == 1
@@ -324,7 +396,9 @@ def test_a_message_of_many_buffers_is_unpacked_in_a_thread(monkeypatch, least):
     async def check() -> None:
         credit: Any = SimpleNamespace(arrive=lambda *args: lambda: None, granted=lambda *args: 0)
         counters = ShuffleCounters()
-        one = Receiver(Threads(), key=KEY, store=MemoryShardStore(), rows=rows(), credit=credit, counters=counters)
+        one = Receiver(
+            Threads(), key=KEY, store=MemoryShardStore(), rows=rows(), credit=credit, restart=restart, counters=counters
+        )
         message = Message(wire.pack(KEY.tag, KEY.run_id, 1, [wire.encode(s) for s in shards()]), "b")
         assert (await one.receive(message))["status"] == "OK"
         assert len(offloaded) == (least == 1)
