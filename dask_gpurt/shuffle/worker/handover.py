@@ -16,6 +16,7 @@ Invariants
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -136,5 +137,7 @@ def _by_input(pieces: list[Piece]) -> list[tuple[int, pa.Table]]:
         if rows.inputs is None:
             out.append((input_id, table))
             continue
-        out += [(one, table.filter(rows.inputs == one)) for one in np.unique(rows.inputs).tolist()]
+        # Rows of one output lie in the order of their inputs, see `rows.coalesce`.
+        ends = [0, *(np.flatnonzero(np.diff(rows.inputs)) + 1).tolist(), table.num_rows]
+        out += [(int(rows.inputs[low]), table.slice(low, high - low)) for low, high in pairwise(ends)]
     return sorted(out, key=lambda item: item[0])

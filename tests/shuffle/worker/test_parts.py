@@ -16,13 +16,14 @@ from distributed.shuffle._limiter import ResourceLimiter
 from dask_gpurt.shuffle import MemoryShardStore
 from dask_gpurt.shuffle.counters import ShuffleCounters
 from dask_gpurt.shuffle.protocol.messages import Amend, BarrierAnswer, OutputOpened, Reopen, Valid
-from dask_gpurt.shuffle.protocol.recovery import Counting, State, Validity, shard_id
-from dask_gpurt.shuffle.rows import wire
+from dask_gpurt.shuffle.protocol.recovery import Counting, State, Validity, origin, shard_id
+from dask_gpurt.shuffle.rows import coalesce, wire
 from dask_gpurt.shuffle.rows.kinds import PandasRows
 from dask_gpurt.shuffle.rows.partition import OutputLayout, Shard, separate, split
+from dask_gpurt.shuffle.rows.received_chunk import ReceivedChunk
 from dask_gpurt.shuffle.rows.slices import Slice
 from dask_gpurt.shuffle.transport.link.records import RunKey
-from dask_gpurt.shuffle.worker import peer_calls, receiver
+from dask_gpurt.shuffle.worker import handover, peer_calls, receiver
 from dask_gpurt.shuffle.worker import sender as sending
 from dask_gpurt.shuffle.worker.amendment import Amendment
 from dask_gpurt.shuffle.worker.flushed_buffers import FlushedBuffers
@@ -504,6 +505,16 @@ def test_only_attempts_that_count_are_assembled():
     assert counted(None, pieces) is pieces
     got = counted(Validity(1, {}), pieces)
     assert [(i, rows.table().num_rows) for i, rows in got] == [(new, 90), (new, 60)]
+
+
+def test_merged_rows_of_an_output_that_is_handed_over_are_apart_by_input():
+    made = [s for partition in (3, 1, 2) for s in shards(partition)]
+    (one,) = coalesce.merged(made)
+    pieces = ReceivedChunk([one]).get(1)
+    ordered = handover._by_input(pieces)
+    assert not pieces
+    assert [(origin(id), table.num_rows) for id, table in ordered] == [((p, 0), 30) for p in (1, 2, 3)]
+    assert all(table.column("v").to_pylist() == list(range(1, 90, 3)) for _, table in ordered)
 
 
 def test_the_barrier_is_asked_again_when_inputs_are_missing():
