@@ -293,10 +293,11 @@ class Opener:
         """
         barrier = self._runs.barrier_of(record.id)
         failures = 0
+        under_way: list[TaskState] = []
         while barrier is not None and not self._over(record, barrier) and record.amendments.epoch == epoch:
             since = record.version
             try:
-                step = await self._complete_once(record, barrier, epoch)
+                step = await self._complete_once(record, barrier, epoch, under_way)
             except FlushFailed as e:
                 failures += 1
                 if failures > PATIENCE:
@@ -309,8 +310,15 @@ class Opener:
                 await record.change(since)
         return self._over(record, barrier)
 
-    async def _complete_once(self, record: RunRecord, barrier: TaskState, epoch: int) -> Step:
+    async def _complete_once(
+        self, record: RunRecord, barrier: TaskState, epoch: int, under_way: list[TaskState]
+    ) -> Step:
         """Have transfer tasks run or, where none has to, flush and let the open outputs go.
+
+        Parameters
+        ----------
+        under_way
+            Transfer tasks that were seen to run, kept from one try to the next.
 
         Raises
         ------
@@ -322,7 +330,7 @@ class Opener:
             return not self._over(record, barrier) and record.amendments.epoch == epoch
 
         self.wait_on()
-        if self._under_way(record, barrier):
+        if self._under_way(record, barrier, under_way):
             return Step.WAIT
         answers = await self._calls.amend(record)
         if answers is None or not same():
@@ -331,7 +339,7 @@ class Opener:
         if failed := next((ts for ts in barrier.dependencies if ts.state == "erred" and ts.key not in keys), None):
             return self._fail(record, barrier, failed)
         if self.run_again(record, keys, f"gpurt-open-{record.id}-{epoch}"):
-            self._under_way(record, barrier)
+            self._under_way(record, barrier, under_way)
             return Step.WAIT
         problems = await self._calls.flush(record, self._calls.workers_of(record))
         if problems is None or not same():
@@ -364,12 +372,15 @@ class Opener:
         """Whether there is nothing to complete any more: the run, or its barrier's result, is gone."""
         return barrier is None or barrier.state != "memory" or not self._runs.current(record)
 
-    def _under_way(self, record: RunRecord, barrier: TaskState) -> bool:
+    def _under_way(self, record: RunRecord, barrier: TaskState, some: list[TaskState]) -> bool:
         """Whether a transfer task will end; the end of one wakes who waits for a change of the run."""
-        found = next((ts for ts in barrier.dependencies if ts.state in _UNDER_WAY), None)
-        if found is None:
+        # All are looked at once those seen before have ended: not at the end of every one.
+        while some and some[-1].state not in _UNDER_WAY:
+            some.pop()
+        some += () if some else (ts for ts in barrier.dependencies if ts.state in _UNDER_WAY)
+        if not some:
             return False
-        self._runs.listen(found.key, record.changed)
+        self._runs.listen(some[-1].key, record.changed)
         return True
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -10,6 +12,7 @@ from distributed import futures_of
 from distributed.utils_test import NO_AMM, gen_cluster
 
 from dask_gpurt.config import ShuffleSettings
+from dask_gpurt.shuffle.scheduler.reopen import Opener
 from dask_gpurt.shuffle.worker.scheduler_calls import SchedulerCalls
 from tests.shuffle.helpers import left, source, taken_over, until, went_on
 from tests.shuffle.test_amendment import N, same_rows
@@ -43,3 +46,31 @@ async def test_an_output_that_is_parked_makes_room_for_the_inputs_that_it_waits_
             same_rows(await asyncio.wait_for(c.compute(d), 30))
         assert went_on(takeover)["recovery"]["outputs_void"] == 1
         waits.release()
+
+
+def test_inputs_under_way_are_not_all_looked_at_when_one_ends():
+    looked = []
+
+    class Task:
+        def __init__(self, key: int) -> None:
+            self.key, self.now = key, "processing"
+
+        @property
+        def state(self) -> str:
+            looked.append(self.key)
+            return self.now
+
+    nothing: Any = None
+    listened: list[int] = []
+    runs: Any = SimpleNamespace(listen=lambda key, heard: listened.append(key))
+    opener = Opener(nothing, nothing, runs, nothing)
+    record: Any = SimpleNamespace(changed=None)
+    tasks = [Task(i) for i in range(100)]
+    barrier: Any = SimpleNamespace(dependencies=tasks)
+    some: list[Any] = []
+    for _ in tasks:
+        assert opener._under_way(record, barrier, some)
+        tasks[listened[-1]].now = "memory"
+    assert not opener._under_way(record, barrier, some)
+    assert sorted(listened) == list(range(100))
+    assert len(looked) <= 5 * len(tasks)
