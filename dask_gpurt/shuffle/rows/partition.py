@@ -332,27 +332,27 @@ def copied(shard: Shard, input_id: int) -> Shard:
 
 def by_owner(shard: Shard, owner_of: Callable[[int], Any]) -> Iterable[tuple[Any, Shard]]:
     """Divide a shard into (owner, shard) of neighbouring outputs with one owner, as views."""
+    owners = [owner_of(part) for part in shard.parts.tolist()]
+    if owners.count(owners[0]) == len(owners):  # as it mostly is: this runs on the event loop, for all that is retained
+        return [(owners[0], shard)]
     ends = np.concatenate([[0], np.cumsum(shard.lengths, dtype=np.int64)])
+    out: list[tuple[Any, Shard]] = []
     at = 0
-    for owner, parts in itertools.groupby(shard.parts, lambda part: owner_of(int(part))):
-        first, at = at, at + len(list(parts))
-        yield (
-            owner,
-            dataclasses.replace(
-                shard,
-                table=shard.table.slice(int(ends[first]), int(ends[at] - ends[first])),
-                parts=shard.parts[first:at],
-                lengths=shard.lengths[first:at],
-                known_bytes=-1,
-                apart=None,
-            ),
+    for owner, some in itertools.groupby(owners):
+        first, at = at, at + len(list(some))
+        one = dataclasses.replace(
+            shard,
+            table=shard.table.slice(int(ends[first]), int(ends[at] - ends[first])),
+            parts=shard.parts[first:at],
+            lengths=shard.lengths[first:at],
+            known_bytes=-1,
+            apart=None,
         )
+        out.append((owner, one))
+    return out
 
 
 def separate(shard: Shard, parts: Collection[int]) -> tuple[list[Shard], list[Shard]]:
-    """Divide a shard into (shards of these outputs, shards of the rest), as views."""
-    inside = np.isin(shard.parts, list(parts))
-    if not inside.any():
-        return [], [shard]
-    pieces = list(by_owner(shard, lambda part: part in parts))
+    """Divide a shard into (shards of these outputs, shards of the rest), as views; `parts` is best a set."""
+    pieces = list(by_owner(shard, parts.__contains__))
     return [one for mine, one in pieces if mine], [one for mine, one in pieces if not mine]

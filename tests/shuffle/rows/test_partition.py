@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dask_gpurt.shuffle.rows.partition import SHARD_BYTES, SHARDS, OutputLayout, Shard, _cuts, locate, split
+from dask_gpurt.shuffle.rows.partition import (
+    SHARD_BYTES,
+    SHARDS,
+    OutputLayout,
+    Shard,
+    _cuts,
+    by_owner,
+    locate,
+    separate,
+    split,
+)
 from tests.shuffle.helpers import mixed
 
 
@@ -156,3 +166,18 @@ def test_shards_with_a_large_dictionary_are_few():
     (whole,) = (shard for _, shard in split(df.assign(p=0), "p", True, 0, OutputLayout({0: "w"})))
     assert sum(shard.table.num_rows for shard in shards) == n
     assert sum(shard.nbytes for shard in shards) < 2.5 * whole.nbytes
+
+
+def test_a_shard_whose_outputs_have_one_owner_is_not_divided():
+    layout = OutputLayout(dict.fromkeys(range(4), "a"))
+    data = pd.DataFrame({"v": range(40), "_partitions": [i % 4 for i in range(40)]})
+    ((_, shard),) = split(data, "_partitions", True, 7, layout)
+    ((owner, one),) = by_owner(shard, lambda part: "a")
+    assert owner == "a"
+    assert one is shard
+    assert separate(shard, {0, 1, 2, 3}) == ([shard], [])
+    assert separate(shard, {9}) == ([], [shard])
+    mine, rest = separate(shard, {1, 2})
+    assert [one.parts.tolist() for one in mine] == [[1, 2]]
+    assert [one.parts.tolist() for one in rest] == [[0], [3]]
+    assert mine[0].table.column("v").to_pylist() == [*range(1, 40, 4), *range(2, 40, 4)]
