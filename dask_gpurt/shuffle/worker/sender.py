@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import WireError
 from dask_gpurt.model.slots import NETWORK, waiting
+from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.rows import wire
 from dask_gpurt.shuffle.worker.message import Batch, Message, groups
 
@@ -123,7 +124,7 @@ class Sender:
 
     async def stage(self, parcels: Mapping[str, Sequence[Parcel]], own: list[Shard]) -> None:
         """Have parcels sent, by address, and store what this worker has for itself."""
-        self._host.raise_if_closed()
+        self._raise_if_over()
         limiter, staged, layout = self._limiter, self._staged, self._owners.layout
         for address, some in parcels.items():
             for parcel in some:
@@ -133,6 +134,7 @@ class Sender:
                 limiter.increase(sys.getsizeof(parcel))
                 if batch.nbytes >= STAGE_BYTES:
                     await self._unstage(list(staged) if limiter.full else [place])
+                    self._raise_if_over()
                     layout = self._owners.layout
         if limiter.full:
             # Only sending what is staged makes room.
@@ -141,6 +143,12 @@ class Sender:
             nbytes = sum(shard.nbytes for shard in own)
             self._counters.add(bytes_self=nbytes)
             await self._keep(own, nbytes)
+
+    def _raise_if_over(self) -> None:
+        """What is staged after `drop` would be charged to the worker's budget for good."""
+        self._host.raise_if_closed()
+        if self._over:
+            raise seam.ShuffleClosedError(f"{self._host} closes")
 
     async def flush(self) -> None:
         """Hand all that is staged to the send buffer."""

@@ -240,6 +240,37 @@ def test_what_is_staged_is_charged_until_it_is_handed_over_or_dropped():
     asyncio.run(check())
 
 
+def test_an_input_that_waits_for_room_when_its_run_closes_is_charged_no_longer(monkeypatch):
+    """The budget is the worker's: what one run leaves in it is missing for all that follow."""
+    monkeypatch.setattr(sending, "STAGE_BYTES", 1)
+
+    async def check() -> None:
+        room = asyncio.Event()
+        host, limiter = Host(), ResourceLimiter(1 << 20)
+        one = sender(host, limiter, [], [])
+
+        async def slowly(batches: dict[str, Any]) -> None:
+            await room.wait()
+
+        one._write = slowly
+        parcels = split_for("a", JoinRows(None, None, ShuffleCounters())).parcels
+        assert len(parcels["b"]) > 1
+        staging = asyncio.create_task(one.stage(parcels, []))
+        await asyncio.sleep(0)
+        monkeypatch.setattr(sending, "STAGE_BYTES", 1 << 30)
+        await one.drop()
+        room.set()
+        with pytest.raises(ShuffleClosedError):
+            await staging
+        assert limiter.empty
+        # It is closed only after that.
+        with pytest.raises(ShuffleClosedError):
+            await one.stage(parcels, [])
+        assert limiter.empty
+
+    asyncio.run(check())
+
+
 def test_a_flush_ends_when_all_is_handed_over_that_another_one_has_taken():
     """The first one waits for room when a worker is lost; the second must not close the buffer before it."""
 
