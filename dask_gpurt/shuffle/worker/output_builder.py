@@ -30,6 +30,7 @@ from dask_gpurt.shuffle.worker.executor import submit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable
+    from collections.abc import Set as AbstractSet
 
     from dask_gpurt.shuffle.counters import ShuffleCounters
     from dask_gpurt.shuffle.protocol.recovery import Counting, Validity
@@ -70,6 +71,8 @@ class OutputBuilder:
         Has the rows.
     scheduler
         Moves tasks, opens outputs again, restarts the shuffle.
+    lost
+        Addresses of the workers that were lost; the caller keeps the set up to date.
     made_all
         Called with True when this worker has made all of its outputs, and with False when some became void.
     counters
@@ -86,12 +89,13 @@ class OutputBuilder:
         counting: Counting,
         receiver: Receiver,
         scheduler: SchedulerCalls,
+        lost: AbstractSet[str],
         made_all: Callable[[bool], None],
         counters: ShuffleCounters,
     ) -> None:
         self._host, self._sync = host, sync
         self._owners, self._counting = owners, counting
-        self._receiver, self._scheduler, self._made_all = receiver, scheduler, made_all
+        self._receiver, self._scheduler, self._lost, self._made_all = receiver, scheduler, lost, made_all
         self._counters = counters
         self._rows = rows
         #: outputs handed out
@@ -117,7 +121,9 @@ class OutputBuilder:
             # It was in memory when this run began for the rest, and was lost since.
             self._restart(f"output {part} is not of this run")
         self._host.raise_if_closed()
-        if self._owners.worker_for[part] != self._host.local_address or not self._counting.ready(part):
+        owner, here = self._owners.worker_for[part], self._host.local_address
+        # A worker that was started under the address of a lost one has no rows of what that one owned.
+        if owner != here or here in self._lost or not self._counting.ready(part):
             self._move(part, key)
 
     def build(self, part: int, key: Hashable) -> Any:

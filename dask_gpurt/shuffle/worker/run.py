@@ -173,6 +173,7 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
             counting=counting,
             receiver=self._receiver,
             scheduler=self._scheduler_calls,
+            lost=self._log.lost,
             made_all=self._log.idle,
             counters=counters,
         )

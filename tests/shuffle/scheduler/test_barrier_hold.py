@@ -313,6 +313,7 @@ def test_nothing_is_taken_of_an_output_that_is_open():
             counting=SimpleNamespace(ready=lambda part: part not in opened, bound=bound),  # type: ignore[arg-type]
             receiver=SimpleNamespace(settle=settle, take=take),  # type: ignore[arg-type]
             scheduler=None,  # type: ignore[arg-type]
+            lost=set(),
             made_all=lambda all: None,
             counters=ShuffleCounters(),
         )

@@ -29,7 +29,7 @@ from dask_gpurt.shuffle.worker.amendment import Amendment
 from dask_gpurt.shuffle.worker.flushed_buffers import FlushedBuffers
 from dask_gpurt.shuffle.worker.join_filter import JoinRows
 from dask_gpurt.shuffle.worker.message import Message, Outgoing
-from dask_gpurt.shuffle.worker.output_builder import counted
+from dask_gpurt.shuffle.worker.output_builder import OutputBuilder, counted
 from dask_gpurt.shuffle.worker.owners import Owners
 from dask_gpurt.shuffle.worker.peer_calls import PeerCalls
 from dask_gpurt.shuffle.worker.receiver import Receiver
@@ -522,6 +522,36 @@ def test_a_loss_has_rows_sent_again_and_inputs_wait_until_it_is_known_what_count
         one.close()
 
     asyncio.run(check())
+
+
+@pytest.mark.parametrize("lost", [set(), {"b"}, {"a"}])
+def test_a_worker_under_the_address_of_a_lost_one_owns_no_output(lost):
+    """It has no rows, so the output would be empty."""
+    moved: list[Any] = []
+
+    async def move_task(key: str, owner: str) -> None:
+        moved.append((key, owner))
+
+    nothing: Any = None
+    scheduler: Any = SimpleNamespace(move_task=move_task)
+    one = OutputBuilder(
+        Host(),
+        sync=lambda call, *args: asyncio.run(call(*args)),
+        rows=rows(),
+        owners=Owners("a", OWNERS, frozenset()),
+        counting=Counting(frozenset(), None),
+        receiver=nothing,
+        scheduler=scheduler,
+        lost=lost,
+        made_all=lambda all_made: None,
+        counters=ShuffleCounters(),
+    )
+    if "a" in lost:
+        with pytest.raises(Reschedule):
+            one.check_place(0, "output")
+    else:
+        one.check_place(0, "output")
+    assert moved == ([("output", "a")] if "a" in lost else [])
 
 
 def test_only_attempts_that_count_are_assembled():
