@@ -20,7 +20,7 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dask_gpurt.errors import WireError
+from dask_gpurt.errors import LostData, WireError
 from dask_gpurt.memory.malloc import heap
 from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.protocol.recovery import numbered, origin
@@ -109,6 +109,8 @@ class Receiver:
         self._few: list[Shard] = []
         self._few_bytes = 0
         self._merging = asyncio.Lock()
+        #: why shards that were acknowledged are not stored
+        self._lost: Exception | None = None
 
     def unpack(self, frames: Sequence[Any]) -> list[Shard]:
         """Shards of a message, as views on its frames; any thread.
@@ -182,9 +184,17 @@ class Receiver:
         return self._arrivals.get(shard_id, self) is None
 
     async def settle(self) -> None:
-        """Store what waits to be merged, and wait for a merge under way."""
+        """Store what waits to be merged, and wait for a merge under way.
+
+        Raises
+        ------
+        LostData
+            That has failed before: rows of any output may be missing, and after the barrier nothing else says so.
+        """
         if self._few or self._merging.locked():
             await self._merge()
+        if self._lost is not None:
+            raise LostData(f"rows could not be merged or stored: {self._lost!r}") from self._lost
 
     async def take(self, part: int) -> list[list[Piece]]:
         """Remove and return the pieces of an output, by chunk. `settle` first.
@@ -221,12 +231,13 @@ class Receiver:
                 return
             try:
                 shards = await self._host.offload(self._rows.merged, few)
+                few.clear()
+                for shard in shards:
+                    await self._store_shards([shard], None)
             except Exception as e:
+                self._lost = e
                 self._host.fail(e)
                 raise
-            few.clear()
-            for shard in shards:
-                await self._store_shards([shard], None)
 
     async def _store_shards(self, shards: list[Shard], nbytes: int | None) -> None:
         large = [s for s in shards if s.nbytes >= SHARD_BYTES]

@@ -13,6 +13,7 @@ from distributed.exceptions import Reschedule
 from distributed.shuffle._exceptions import ShuffleClosedError
 from distributed.shuffle._limiter import ResourceLimiter
 
+from dask_gpurt.errors import LostData
 from dask_gpurt.shuffle import MemoryShardStore
 from dask_gpurt.shuffle.counters import ShuffleCounters
 from dask_gpurt.shuffle.protocol.messages import Amend, BarrierAnswer, OutputOpened, Reopen, Valid
@@ -394,6 +395,29 @@ def test_a_shard_is_stored_once_and_a_copy_waits_for_it():
         assert len(store) == 0
         with pytest.raises(TypeError, match="must be a Message"):
             await one.receive(b"")  # type: ignore[arg-type]
+
+    asyncio.run(check())
+
+
+def test_no_output_is_made_without_rows_that_could_not_be_stored_after_the_barrier():
+    class Full(MemoryShardStore):
+        async def put(self, *args: Any) -> bool:
+            raise OSError("no space left")
+
+    async def check() -> None:
+        credit: Any = None
+        host = Host()
+        one = Receiver(
+            host, key=KEY, store=Full(), rows=rows(), credit=credit, restart=restart, counters=ShuffleCounters()
+        )
+        layout = OutputLayout(dict.fromkeys(OWNERS, "a"))
+        await one.accept([s for _, s in split(frame()[:9], "_partitions", True, shard_id(0, 0, 0), layout)], 100)
+        # Two outputs at once; the error is the first one's.
+        first, second = await asyncio.gather(one.settle(), one.settle(), return_exceptions=True)
+        assert isinstance(first, OSError)
+        assert isinstance(second, LostData)
+        with pytest.raises(LostData, match="no space left"):
+            await one.settle()
 
     asyncio.run(check())
 
