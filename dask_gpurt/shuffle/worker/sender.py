@@ -155,7 +155,9 @@ class Sender:
         await self._unstage(list(self._staged))
         # The buffer is closed next. Another flush, which a loss has overtaken, or a task may wait for room with rows
         # that it has taken: the closed buffer would refuse them, and no later flush would find them.
-        await self._handed.wait()
+        # Woken late, it looks again: the flush of a new epoch may have begun in the same turn.
+        while self._handing:
+            await self._handed.wait()
 
     async def drop(self) -> None:
         """Forget what is staged: the run closes."""

@@ -298,6 +298,27 @@ def test_a_flush_ends_when_all_is_handed_over_that_another_one_has_taken():
     asyncio.run(check())
 
 
+def test_a_flush_goes_on_waiting_when_rows_are_taken_in_the_turn_in_which_it_is_woken():
+    async def check() -> None:
+        one = sender(Host(), ResourceLimiter(1 << 20), [], [])
+        one._handing = 1
+        one._handed.clear()
+        stale = asyncio.create_task(one.flush())
+        for _ in range(5):
+            await asyncio.sleep(0)
+        # All is handed over, and the flush of a new epoch has rows in hand before the stale one runs.
+        one._handed.set()
+        one._handed.clear()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not stale.done()
+        one._handing = 0
+        one._handed.set()
+        await stale
+
+    asyncio.run(check())
+
+
 def test_rows_that_the_buffer_refuses_stay_staged():
     """A flush that is tried again would pass without them."""
 
