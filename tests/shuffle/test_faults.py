@@ -19,7 +19,7 @@ from distributed import Client, LocalCluster, SchedulerPlugin
 from distributed.utils_test import gen_cluster
 
 from dask_gpurt.errors import LostData
-from dask_gpurt.shuffle import MemoryShardStore, worker_statistics
+from dask_gpurt.shuffle import MemoryShardStore, seam, worker_statistics
 from dask_gpurt.shuffle.rows import wire
 from dask_gpurt.shuffle.rows.assemble import Assembler
 from dask_gpurt.shuffle.scheduler import reopen
@@ -161,6 +161,34 @@ class SlowStore(MemoryShardStore):
         await asyncio.sleep(0.2)
         self.waiting -= 1
         return await super().put(run, chunk_id, chunk)
+
+
+@gen_cluster(**TWO)
+async def test_an_input_that_is_split_again_in_another_way_restarts_the_shuffle(c, s, a, b):
+    """The ids of its shards are the same, their rows are not."""
+    split, write = GpurtShuffleRun._shard_partition, GpurtShuffleRun._write_to_comm
+    before: list[int] = []
+
+    def half(self, data, partition_id, **kwargs):
+        first = partition_id == 3 and not before
+        return split(self, data.iloc[: len(data) // 2] if first else data, partition_id)
+
+    async def then_again(self, data):
+        await write(self, data)
+        if data.partition == 3 and not before:
+            before.append(self.run_id)
+            raise seam.ShuffleClosedError("the task runs again")
+
+    async with taken_over(s, [a, b]) as (takeover, stores):
+        with (
+            mock.patch.object(GpurtShuffleRun, "_shard_partition", half),
+            mock.patch.object(GpurtShuffleRun, "_write_to_comm", then_again),
+        ):
+            same_rows(await c.compute(source(left, 12).shuffle("k", npartitions=4)), left, 12)
+        assert takeover.statistics()["runs"] == 2
+        assert takeover.statistics()["errors"] == 0
+        assert "split twice, in different ways" in str([worker_statistics(w) for w in (a, b)])
+        await drained(stores)
 
 
 @gen_cluster(**TWO)
