@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from dask_gpurt.shuffle.protocol.messages import Valid
 from dask_gpurt.shuffle.protocol.recovery import EPOCHS, Validity, reassign, undone
+from dask_gpurt.shuffle.scheduler.calls import AnswersFailed
 from dask_gpurt.shuffle.scheduler.candidates import leaves, running
 from dask_gpurt.shuffle.scheduler.output_tasks import output_of
 from dask_gpurt.shuffle.scheduler.phases import RunEvent
@@ -246,6 +247,10 @@ class Amender:
                 # Before the barrier, that sees to the rest.
                 elif state.epoch == epoch and (state.opened is None or await self._after.complete(record, epoch)):
                     break
+        except (AnswersFailed, TimeoutError) as e:
+            # One is stopped, or closes; or the query was cancelled and the run ended meanwhile. It is no error of ours: a
+            # few of those leave all shuffles to Dask.
+            self._runs.restart(record, f"amending failed: {e}")
         except Exception:
             self._failed()
             self._runs.restart(record, f"amending failed: {traceback.format_exc(limit=1)}")
