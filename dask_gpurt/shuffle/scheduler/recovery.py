@@ -248,8 +248,8 @@ class Amender:
                 elif state.epoch == epoch and (state.opened is None or await self._after.complete(record, epoch)):
                     break
         except (AnswersFailed, TimeoutError) as e:
-            # One is stopped, or closes; or the query was cancelled and the run ended meanwhile. It is no error of ours: a
-            # few of those leave all shuffles to Dask.
+            # One is stopped, or closes; or the query was cancelled meanwhile. It is no error of ours: a few of those
+            # leave all shuffles to Dask.
             self._runs.restart(record, f"amending failed: {e}")
         except Exception:
             self._failed()
