@@ -164,7 +164,7 @@ class Splitter:
                 f"input partition {out.partition} of {self._host} is more than {CUTS} messages for one worker. "
                 "Remedy: use smaller input partitions"
             )
-        rows = b"" if keep is None else xxhash.xxh3_64_digest(keep)
+        rows = b"" if keep is None else xxhash.xxh3_64_digest(keep.data)
         split = _meaning(rows, out.own)
         out.own = [dataclasses.replace(shard, split=split) for shard in out.own]
         for address, parcels in out.parcels.items():
@@ -186,6 +186,6 @@ def _meaning(rows: bytes, shards: Iterable[Shard | Parcel]) -> int:
     meaning = xxhash.xxh3_64(rows)
     for shard in shards:
         meaning.update(len(shard.parts).to_bytes(4, "little"))
-        meaning.update(shard.parts)
-        meaning.update(shard.lengths)
+        meaning.update(shard.parts.data)
+        meaning.update(shard.lengths.data)
     return int(meaning.intdigest()) or 1
