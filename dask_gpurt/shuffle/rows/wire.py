@@ -67,7 +67,7 @@ _NO_BUFFER = _LENGTH.pack(-1)
 _BUFFER = struct.Struct("<IQQ")  # frame, offset, length; frame 0: no buffer there (column without nulls)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Parcel:
     """One shard made ready to be sent; holds the memory of its rows until it is acknowledged."""
 
@@ -84,7 +84,7 @@ class Parcel:
     nbytes: int
     #: packs on the device: `pack` finds out where they are by then, and until then there are no buffers
     packs: packed.PackedRows | None = None
-    split: int = 0  # see `Shard.split`
+    split: int = 0  # see `Shard.split`; entered once all parcels of an input for a worker are made
 
     def __sizeof__(self) -> int:  # what distributed's send buffer charges its limiter with
         return self.nbytes + self.parts.nbytes + self.lengths.nbytes + 256

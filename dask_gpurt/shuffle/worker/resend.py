@@ -125,4 +125,6 @@ class Resender:
     def encoded(self, shard: Shard, first_id: int) -> list[Parcel]:
         """A shard in memory of its own, cut and encoded, with ids from `first_id` on; any thread."""
         parcels = self._rows.encoder()(self._rows.copied(shard, first_id))
-        return [dataclasses.replace(parcel, split=shard.split) for parcel in parcels]
+        for parcel in parcels:
+            parcel.split = shard.split
+        return parcels

@@ -167,9 +167,10 @@ class Splitter:
         rows = b"" if keep is None else xxhash.xxh3_64_digest(keep.data)
         split = _meaning(rows, out.own)
         out.own = [dataclasses.replace(shard, split=split) for shard in out.own]
-        for address, parcels in out.parcels.items():
+        for parcels in out.parcels.values():
             split = _meaning(rows, parcels)
-            out.parcels[address] = [dataclasses.replace(parcel, split=split) for parcel in parcels]
+            for parcel in parcels:
+                parcel.split = split
         return nbytes
 
 
