@@ -231,6 +231,28 @@ def test_credit_of_a_message_that_never_came_whole_is_given_back(nodes, monkeypa
     eventually(lambda: b.gate.statistics()["reserved_bytes"] == 0)
 
 
+@pytest.mark.parametrize("smallest", [1, 1 << 60])
+def test_a_message_that_finds_no_memory_ends(nodes, monkeypatch, smallest):
+    """Placed or sent: it is lost, not waited for, and its credit comes back."""
+    monkeypatch.setattr(cma, "SMALLEST", smallest)
+    a, b = nodes("tcp", "a"), nodes("tcp", "b")
+    peer = b.peer_for("a")
+    assert send_all(a, peer, [message(0, 2)]) == [""]
+    eventually(lambda: a.transport._outbound["b", RUN].machine.pulled)
+
+    def none_left(nbytes: int) -> memoryview:
+        raise MemoryError(nbytes)
+
+    take, b.transport.pool.take = b.transport.pool.take, none_left
+    futures = [receipt_of(a.transport, peer, Header(RUN, SECRET), message(i, 1 << 16)) for i in range(3)]
+    eventually(lambda: all(f.done() for f in futures))
+    assert all(f.result().lost for f in futures)
+    eventually(lambda: b.gate.statistics()["reserved_bytes"] == 0)
+    assert b.transport.statistics()["errors"] >= 1
+    b.transport.pool.take = take
+    assert send_all(a, peer, [message(4, 1 << 16)]) == [""]
+
+
 @pytest.mark.parametrize("kind", WAYS)
 def test_many_senders_stay_within_a_tiny_budget(nodes, kind):
     """A receiver that is slow to store: its memory for messages never exceeds its budget, and all of them arrive."""

@@ -136,6 +136,10 @@ class TcpOutbound(OutboundEnd):
                 self.carry_out(self.machine.receive(record, bytes(body), time.monotonic()))
         except (OSError, WireError) as e:
             self.lost(repr(e))
+        except Exception as e:
+            # The record is used up. What it was about would never end.
+            self.lost(repr(e))
+            raise
 
     def tick(self, now: float) -> None:
         """Time has passed."""
@@ -224,6 +228,11 @@ class TcpInbound(InboundEnd):
             self.violated(str(e))
         except OSError as e:
             self.lost(repr(e))
+        except Exception as e:
+            # As when there is no memory for a message. It has arrived as far as the machine knows, so PONG does not miss
+            # it, and its sender would wait for the answer without end.
+            self.lost(repr(e))
+            raise
         if self.connection.more and not self.connection.closed:
             self.loop.later(self._read)
 
