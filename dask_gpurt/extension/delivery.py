@@ -1,6 +1,6 @@
 """How the worker's half travels: as bytes that any worker can unpickle, also one without this package.
 
-`pack` makes the bytes for ``Scheduler.register_worker_plugin``. They become a `Delivered` on the worker.
+`pack` makes the bytes, `send` gives them to all workers, `take_back` removes what they became: a `Delivered`.
 
 Theory of operation. distributed unpickles a worker plugin while the worker registers. An exception there ends the start
 of that worker, and the scheduler keeps it in its list. An exception of ``setup`` is logged, and the worker runs stock.
@@ -26,7 +26,7 @@ from distributed import WorkerPlugin
 from distributed.protocol.pickle import dumps
 
 if TYPE_CHECKING:
-    from distributed import Worker
+    from distributed import Scheduler, Worker
 
 logger = logging.getLogger("distributed.worker.gpurt")
 
@@ -106,3 +106,30 @@ def pack(plugin: Any, version: str) -> bytes:
     except OSError:  # an installation without sources: by reference, which needs the package on each worker
         return dumps(plugin)
     return dumps(_SourceText(source, (plugin.name, version, dumps(plugin))))
+
+
+async def send(scheduler: Scheduler, name: str, packed: bytes) -> None:
+    """Have all workers, those that come later as well, set up a packed plugin. One that cannot runs stock.
+
+    As ``Scheduler.register_worker_plugin``. That one raises when a single worker leaves meanwhile, and by then the
+    others have the plugin.
+    """
+    scheduler.worker_plugins[name] = packed
+    await _ask_all(scheduler, "runs stock", op="plugin-add", plugin=packed, name=name)
+
+
+async def take_back(scheduler: Scheduler, name: str) -> None:
+    """Have all workers tear the plugin down; nothing if they have none."""
+    if scheduler.worker_plugins.pop(name, None) is not None:
+        await _ask_all(scheduler, "was not given back to stock", op="plugin-remove", name=name)
+
+
+async def _ask_all(scheduler: Scheduler, otherwise: str, **msg: Any) -> None:
+    """Not raised: a cluster with one odd worker must still be usable."""
+    replies = await scheduler.broadcast(msg=msg, on_error="return")
+    for address, reply in replies.items():
+        error = reply.get("exception") if isinstance(reply, dict) and reply.get("status") == "error" else reply
+        if address in scheduler.workers and not isinstance(error, dict):
+            logging.getLogger("distributed.scheduler.gpurt").warning(
+                "dask-gpurt: worker %s %s. %r", address, otherwise, error
+            )

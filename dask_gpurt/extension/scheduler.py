@@ -322,16 +322,11 @@ class GpurtScheduler(SchedulerPlugin):
         if self.settings.placement.enabled:
             # Before any worker can speak.
             scheduler.stream_handlers[residence.OP] = self._heard
-        replies = await scheduler.register_worker_plugin(None, self._packed(), name=NAME, idempotent=False)
-        for address, reply in replies.items():
-            # Not raised: stock serves that worker, and a cluster with one odd worker must still be usable.
-            if isinstance(reply, dict) and reply.get("status") == "error":
-                logger.warning("dask-gpurt: worker %s runs stock. %r", address, reply.get("exception"))
+        await delivery.send(scheduler, NAME, self._packed())
 
         async def undo() -> None:
             self.corrupt = None
-            if NAME in scheduler.worker_plugins:
-                await scheduler.unregister_worker_plugin(None, NAME)
+            await delivery.take_back(scheduler, NAME)
             # Workers send no more, but on another connection than the one that said so: what is under way must
             # not meet an unknown op, which would remove its worker.
             asyncio.get_running_loop().call_later(LATE_SECONDS, self._stop_listening, scheduler, corrupt)

@@ -14,11 +14,13 @@ from typing import Any
 import dask
 import pytest
 from distributed import Client, LocalCluster
+from distributed.utils_test import gen_cluster
 
 import dask_gpurt
 from dask_gpurt import planning
+from dask_gpurt.config import Settings
 from dask_gpurt.errors import ConfigError, InstallError
-from dask_gpurt.extension import on_worker
+from dask_gpurt.extension import GpurtScheduler, on_worker
 from dask_gpurt.planning.held import HELD
 
 from .processes import SCHEDULER_PARTS, processes, together, wait_text
@@ -422,6 +424,28 @@ def test_a_part_that_cannot_install(monkeypatch: pytest.MonkeyPatch) -> None:
         got = dask_gpurt.attach(client, settings={"on-error": "stock"}).to_dict()
         assert got["scheduler"]["parts"] == {**dict.fromkeys(SCHEDULER_PARTS, "on"), "shuffle": "off: injected"}
         _work(client)
+
+
+@gen_cluster(nthreads=[("127.0.0.1", 1)] * 2)
+async def test_a_worker_that_leaves_meanwhile_is_no_failure(s, a, b):
+    """Neither to attach nor to detach: the other workers have, or have not, what was asked for."""
+    connect = s.rpc.connect
+
+    async def connect_to_one(address: str, *args: Any, **kwargs: Any) -> Any:
+        if address == b.address:
+            raise OSError("it has left")
+        return await connect(address, *args, **kwargs)
+
+    s.rpc.connect = connect_to_one
+    plugin = GpurtScheduler(Settings.load({"shuffle.enabled": False}))
+    await plugin.start(s)
+    assert plugin.parts is not None
+    assert plugin.parts.state["workers"] == "on"
+    assert on_worker(a) is not None
+    assert on_worker(b) is None
+    await plugin.uninstall()
+    assert on_worker(a) is None
+    assert plugin.name not in s.worker_plugins
 
 
 def test_kill_a_worker_during_a_merge(tmp_path: Path) -> None:
