@@ -16,6 +16,7 @@ and a pickle are understood by all.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 import pickle
@@ -23,6 +24,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from distributed import WorkerPlugin
+from distributed.core import Status
 from distributed.protocol.pickle import dumps
 
 if TYPE_CHECKING:
@@ -58,9 +60,14 @@ class Delivered(WorkerPlugin):
         self.version = version
         self.payload = payload
         self.plugin: Any = None
+        self._busy = asyncio.Lock()
 
     async def setup(self, worker: Worker) -> None:
         """Unpickle the plugin and set it up. distributed logs what this raises, and the worker runs stock."""
+        async with self._busy:
+            await self._setup(worker)
+
+    async def _setup(self, worker: Worker) -> None:
         try:
             from dask_gpurt._version import __version__
 
@@ -84,6 +91,11 @@ class Delivered(WorkerPlugin):
 
     async def teardown(self, worker: Worker) -> None:
         """Tear down what was set up."""
+        # A detach, or the same plugin once more, may come while a worker that joins still sets up. Without waiting there
+        # is nothing to tear down yet, and what is set up after it stays. A worker that closes has nothing to give back.
+        if worker.status not in (Status.closing, Status.closing_gracefully, Status.closed):
+            async with self._busy:
+                pass
         worker.metrics = {k: v for k, v in worker.metrics.items() if k != REFUSED}
         if self.plugin is not None:
             await self.plugin.teardown(worker)

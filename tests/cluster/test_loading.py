@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -13,14 +15,16 @@ from typing import Any
 
 import dask
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client, LocalCluster, WorkerPlugin
 from distributed.utils_test import gen_cluster
 
 import dask_gpurt
 from dask_gpurt import planning
+from dask_gpurt._version import __version__
 from dask_gpurt.config import Settings
 from dask_gpurt.errors import ConfigError, InstallError
 from dask_gpurt.extension import GpurtScheduler, on_worker
+from dask_gpurt.extension.delivery import Delivered
 from dask_gpurt.planning.held import HELD
 
 from .processes import SCHEDULER_PARTS, processes, together, wait_text
@@ -446,6 +450,35 @@ async def test_a_worker_that_leaves_meanwhile_is_no_failure(s, a, b):
     await plugin.uninstall()
     assert on_worker(a) is None
     assert plugin.name not in s.worker_plugins
+
+
+class Slow(WorkerPlugin):
+    """Takes its time to be set up."""
+
+    said: list[str]
+    may_go_on: asyncio.Event
+
+    async def setup(self, worker: Any) -> None:
+        self.said.append("begins")
+        await self.may_go_on.wait()
+        self.said.append("is set up")
+
+    async def teardown(self, worker: Any) -> None:
+        self.said.append("is torn down")
+
+
+@gen_cluster(nthreads=[("127.0.0.1", 1)])
+async def test_a_detach_while_a_worker_joins(s, a):
+    Slow.said, Slow.may_go_on = [], asyncio.Event()
+    joins = asyncio.ensure_future(a.plugin_add(Delivered("slow", __version__, pickle.dumps(Slow())), "slow"))
+    while not Slow.said:
+        await asyncio.sleep(0)
+    detach = asyncio.ensure_future(a.plugin_remove("slow"))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    Slow.may_go_on.set()
+    await asyncio.gather(joins, detach)
+    assert Slow.said == ["begins", "is set up", "is torn down"]
 
 
 def test_kill_a_worker_during_a_merge(tmp_path: Path) -> None:
