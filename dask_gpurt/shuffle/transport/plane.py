@@ -140,7 +140,7 @@ class Plane:
         self._secrets[key] = secret
 
     def leave(self, run: RunReceiver, key: RunKey) -> None:
-        """End a run: its links close, messages that come late are refused."""
+        """End a run: its links close, late messages are refused. Its sends take the safe path: it has no secret."""
         if self._runs.get(key) is not run:
             return
         del self._runs[key]
@@ -188,7 +188,7 @@ class Plane:
                 pace.looked(room > 0)
             wire = nbytes - room
         start = time.monotonic()
-        name = SAFE if self.only_safe else route.chooser.choose(nbytes, device, start)
+        name = SAFE if self.only_safe or key not in self._runs else route.chooser.choose(nbytes, device, start)
         if name != SAFE:
             counters = self.links.of(peer, name)
             receipt = None
@@ -207,9 +207,9 @@ class Plane:
                 return {"status": "OK"}
             counters.resent += 1
             self._count(resent_safe=1)
-            if receipt.lost:
+            if receipt.lost and key in self._runs:  # else the run has cut its own links, which says nothing of the way
                 route.chooser.lost(name, end)
-            elif device:
+            elif device and not receipt.lost:
                 route.chooser.lost(DEVICE, end)
             self.links.had_problem(peer, f"{name}: {receipt.problem}")
             logger.info("message to %s is sent again over %s: %s over %s", peer, SAFE, receipt.problem, name)
@@ -301,6 +301,8 @@ class Plane:
             future.exception()  # retrieved: perhaps nothing waits for it
             raise
         future.set_result(route)
+        if key not in self._runs:  # it has left, with sends under way that go on: nothing removes their routes later
+            self._routes.pop((key, peer), None)
         return route
 
     async def _introduce(self, run: RunSender, key: RunKey, peer: str) -> Route:

@@ -314,3 +314,50 @@ def test_every_message_that_began_ends_for_the_choice(end):
         await plane.stop()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("when", ["under way", "before"])
+def test_a_run_that_leaves_with_sends_under_way(when):
+    """It leaves nothing behind: no route, and no way that counts as bad."""
+
+    async def main() -> None:
+        plane = Plane(Worker(), ShuffleSettings(enabled=True), lambda **counts: None, 1 << 20)
+        run: Any = Run(set())
+        card = Card("", "", 1 << 20, (), {"tcp": ["", 0]}).to_dict()
+
+        async def ask(peer: str, question: dict[str, Any]) -> dict[str, Any]:
+            await asyncio.sleep(0)
+            return card if "process" in question else {"status": "OK"}
+
+        run.ask = ask
+        plane.join(run, KEY, bytes(16))
+        submitted: list[Any] = []
+
+        class Ways:
+            def submit(self, ended: Any, *args: Any) -> None:
+                submitted.append(ended)
+
+            def stop(self) -> None:
+                pass
+
+            def forget(self, run: RunKey) -> None:
+                for ended in submitted:
+                    ended(Receipt("the run ended", lost=True))
+
+        plane.transports._open["tcp"] = Ways()  # type: ignore[assignment]
+
+        async def safe() -> Any:
+            return {"status": "OK"}
+
+        task = asyncio.create_task(plane.send(run, KEY, "peer", [b"text"], safe))
+        if when == "under way":
+            while not submitted:
+                await asyncio.sleep(0)
+        plane.leave(run, KEY)
+        await task
+        assert len(submitted) == (when == "under way")
+        assert not plane._routes
+        assert not plane._choosers["peer"]._out
+        await plane.stop()
+
+    asyncio.run(main())

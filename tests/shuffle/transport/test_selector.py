@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from dask_gpurt.shuffle.transport.select.selector import BACKOFF_SECONDS, PRIOR, SAFE, Locality, TransportChooser
+from dask_gpurt.shuffle.transport.select.selector import (
+    BACKOFF_LIMIT,
+    BACKOFF_SECONDS,
+    PRIOR,
+    SAFE,
+    Locality,
+    TransportChooser,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,6 +55,10 @@ def test_a_lost_transport_is_out_for_a_while_longer_each_time():
     c.lost("tcp", BACKOFF_SECONDS + 1)  # other messages of the same link: counted once
     assert c.choose(MiB, False, 3 * BACKOFF_SECONDS - 0.1) == SAFE
     assert c.choose(MiB, False, 3 * BACKOFF_SECONDS) == "tcp"
+    # Losses of last week are forgotten.
+    later = 3 * BACKOFF_SECONDS + BACKOFF_LIMIT + 1
+    c.lost("tcp", later)
+    assert c.choose(MiB, False, later + BACKOFF_SECONDS) == "tcp"
 
 
 class World:

@@ -3,7 +3,7 @@
 Theory of operation. What can reach a peer is known from its card (`candidates`); which of these is fastest is measured.
 Every pair starts from speeds measured before (`PRIOR`, GB/s by place and size of message) and learns from its own
 traffic, by trials (`trials`), for each class of sizes on its own. A transport that lost a link is out for
-`BACKOFF_SECONDS`, twice as long each time; the safe path is always in.
+`BACKOFF_SECONDS`, twice as long each time within `BACKOFF_LIMIT`; the safe path is always in.
 """
 
 from __future__ import annotations
@@ -144,4 +144,6 @@ class TransportChooser:
         """Enter that a link of this transport was lost, or that the peer has no device memory (`DEVICE`)."""
         until, times = self._out.get(name, (0.0, 0))
         if until <= now:
+            if now - until > BACKOFF_LIMIT:  # it was well for longer than it is ever out: a new trouble, not the old one
+                times = 0
             self._out[name] = (now + min(BACKOFF_LIMIT, BACKOFF_SECONDS * 2**times), times + 1)
