@@ -104,10 +104,14 @@ class SafeReceiver:
         if not self._here(key):
             return {"status": "OK"}
         waiting = self._opened(link)
-        # False: messages that went without credit are under way, and have to arrive first.
-        wanted = self._gate.want(link, total)
+        wanted = False
         deadline = self._loop.time() + _ANSWER_SECONDS
-        while self._gate.granted(link) < total and self._here(key) and (rest := deadline - self._loop.time()) > 0:
+        while self._gate.granted(link) < total and (rest := deadline - self._loop.time()) > 0:
+            # The run may have left meanwhile, and its link with it: a want of a closed one would spoil the gate's books.
+            if self._waiting.get(link) is not waiting:
+                break
+            # Still False: messages that went without credit are under way, and have to arrive first.
+            wanted = wanted or self._gate.want(link, total)
             waiting.clear()
             if self._gate.granted(link) >= total:
                 break
@@ -115,7 +119,6 @@ class SafeReceiver:
                 await asyncio.wait_for(waiting.wait(), rest)
             except TimeoutError:
                 break
-            wanted = wanted or self._gate.want(link, total)
         return {"status": "OK", "granted": self._gate.granted(link)}
 
     def _opened(self, link: tuple[str, str, RunKey]) -> asyncio.Event:

@@ -97,6 +97,24 @@ def test_a_message_over_the_limit_uses_nobodys_credit():
     asyncio.run(main())
 
 
+def test_a_run_that_leaves_while_its_peer_asks():
+    """Asked for more than a message may have, as messages without credit are under way: asked again when they came."""
+
+    async def main() -> None:
+        gate = ReceiveGate(64 * MiB)
+        runs = {KEY}
+        receiver = rpc_credit.SafeReceiver(gate, runs.__contains__)
+        asked = asyncio.ensure_future(receiver.answer(KEY, "me", 10**12))
+        await asyncio.sleep(0)
+        runs.clear()
+        receiver.forget(KEY)
+        assert await asked == {"status": "OK", "granted": 0}
+        gate._arbiter.validate()
+        assert gate.statistics()["reserved_bytes"] == 0
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_books_add_up_whatever_comes_without_credit(seed):
     r = random.Random(seed)
