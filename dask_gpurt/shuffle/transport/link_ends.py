@@ -93,6 +93,10 @@ class OutboundEnd(LinkEnd):
                 except Exception as e:
                     self.lost(repr(e))
             elif isinstance(i, lk.Ended):
+                if i.lost:
+                    # First: a receiver may be about to read the message where it lies, and what it finds there once the
+                    # message has ended is anything (`cma`).
+                    self.shut()
                 i.token(Receipt(i.problem, i.lost, i.stall_seconds))
             elif isinstance(i, lk.Close):
                 self.shut()

@@ -231,6 +231,26 @@ def test_credit_of_a_message_that_never_came_whole_is_given_back(nodes, monkeypa
     eventually(lambda: b.gate.statistics()["reserved_bytes"] == 0)
 
 
+@pytest.mark.parametrize("kind", ["tcp", "tls"])
+def test_what_a_sender_has_let_go_of_is_not_taken_for_a_corrupt_message(nodes, kind):
+    a, b = nodes(kind, "a"), nodes(kind, "b", budget=64 << 20)
+    peer = b.peer_for("a")
+    assert send_all(a, peer, [message(0, 2)]) == [""]
+    eventually(lambda: a.transport._outbound["b", RUN].machine.pulled)
+    goes_on = threading.Event()
+    b.transport.receiving.call(goes_on.wait)
+    late = receipt_of(a.transport, peer, Header(RUN, SECRET), message(1, 1 << 20))
+    eventually(lambda: a.transport.statistics()["placed"] == 1)
+    a.transport.forget(RUN)
+    eventually(late.done)
+    assert late.result().lost
+    goes_on.set()
+    eventually(lambda: b.transport.statistics()["links_in"] == 0)
+    assert b.transport.statistics()["pulled"] == 0
+    assert len(b.received) == 1
+    assert b.gate.statistics()["reserved_bytes"] == 0
+
+
 @pytest.mark.parametrize("smallest", [1, 1 << 60])
 def test_a_message_that_finds_no_memory_ends(nodes, monkeypatch, smallest):
     """Placed or sent: it is lost, not waited for, and its credit comes back."""

@@ -14,8 +14,8 @@ Containers with their own process ids, another user, a kernel that forbids it (Y
 go through the socket.
 
 All that a sender can gain by lying is that the receiver takes wrong bytes for its message, as it could by sending them.
-When a sender lets go of a message because the link was lost while the receiver still reads it, what is read fails its
-checksum or belongs to a link that is closed.
+When a sender lets go of a message because the link was lost while the receiver still reads it, it closes the link
+first. So the receiver, which looks after it has read, drops what it has; what gets past that fails its checksum.
 
 Rejected: UCX for this (same call inside; but a second library, context and thread per worker, and half the bandwidth
 as it goes through segments of shared memory when error handling is on); memory shared from the start (memory would have

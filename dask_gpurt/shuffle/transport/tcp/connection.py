@@ -37,6 +37,8 @@ NEAR_MICROSECONDS = 200
 NEAR_BYTES = 1 << 20
 #: where `tcpi_rtt` is in the kernel's `tcp_info`
 _RTT_AT = 68
+#: the first byte of it while both sides may write
+_ESTABLISHED = 1
 #: buffers of one `sendmsg`, below the kernel's limit of 1024
 _IOV = 512
 
@@ -111,6 +113,11 @@ class Connection:
     def more(self) -> bool:
         """Whether bytes were read that no record has taken."""
         return self._low < self._high
+
+    @property
+    def left(self) -> bool:
+        """Whether the peer has closed the connection; what it wrote before may still be unread."""
+        return self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != _ESTABLISHED
 
     def write(self, *parts: Any) -> None:
         """Queue bytes; they are written at the end of the loop's turn, as far as the socket takes them then."""

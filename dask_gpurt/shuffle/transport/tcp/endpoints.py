@@ -219,6 +219,10 @@ class TcpInbound(InboundEnd):
                 if record.kind is RecordKind.PLACED:
                     record = cma.message(record)
                     body = cma.fetch(self._pid, record, body, self.owner.pool.take)
+                    if self.connection.left:
+                        # The sender has let go of it, and what was read may be anything. A wrong checksum would be held
+                        # against a healthy worker.
+                        raise OSError("the sender has left while its message was read")
                     self.owner.pulls.pulled += 1
                     self.owner.pulls.pulled_bytes += len(body)
                 nbytes += len(body)

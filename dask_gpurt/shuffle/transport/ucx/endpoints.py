@@ -137,6 +137,8 @@ class _UcxEnd(LinkEnd):
 
     def close(self) -> None:
         """Close the endpoint."""
+        if self.closed:
+            return
         self.closed = True
         if self.endpoint is not None:
             # Only what is alive: UCX has let go of the endpoint of a dead peer, and closing that again is a crash.
