@@ -237,8 +237,9 @@ def test_what_a_sender_has_let_go_of_is_not_taken_for_a_corrupt_message(nodes, k
     peer = b.peer_for("a")
     assert send_all(a, peer, [message(0, 2)]) == [""]
     eventually(lambda: a.transport._outbound["b", RUN].machine.pulled)
-    goes_on = threading.Event()
-    b.transport.receiving.call(goes_on.wait)
+    stands, goes_on = threading.Event(), threading.Event()
+    b.transport.receiving.call(lambda: (stands.set(), goes_on.wait()))
+    assert stands.wait(20)
     late = receipt_of(a.transport, peer, Header(RUN, SECRET), message(1, 1 << 20))
     eventually(lambda: a.transport.statistics()["placed"] == 1)
     a.transport.forget(RUN)
@@ -357,6 +358,20 @@ def test_the_listener_is_bound_to_its_own_address_and_strangers_are_closed(nodes
     eventually(lambda: b.transport.statistics()["strangers"] == len(said))
     assert b.gate.statistics()["peak_reserved_bytes"] == 0
     assert b.received == []
+
+
+def test_more_workers_than_may_be_strangers_at_a_time_are_all_served(nodes, monkeypatch):
+    monkeypatch.setattr("dask_gpurt.shuffle.transport.tcp.transport.MAX_STRANGERS", 2)
+    b = nodes("tcp", "b")
+    idle = [socket.create_connection(b.transport.endpoint) for _ in range(3)]
+    senders = [nodes("tcp", f"s{i}") for i in range(6)]
+    futures = [receipt_of(s.transport, b.peer_for(s.address), Header(RUN, SECRET), message(0, 100)) for s in senders]
+    wait(futures, 60)
+    assert [f.result().problem for f in futures] == [""] * 6
+    eventually(lambda: b.transport.statistics()["strangers"] == len(idle))
+    assert b.transport.statistics()["links_in"] == 6
+    for s in idle:
+        s.close()
 
 
 class NoDescriptors:

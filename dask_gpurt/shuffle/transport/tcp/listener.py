@@ -6,6 +6,8 @@ want of descriptors, the reserve is closed, each connection in the queue is acce
 opened again. The other workers see that at once and send by distributed's comms, instead of waiting for an answer.
 Where that is not possible, and for any other failure of `accept`, nothing is accepted for `PAUSE_SECONDS`.
 
+While there are too many that have not proved themselves, the others wait in the kernel's queue: `look` goes on.
+
 All of it runs in the thread of the receiving loop.
 """
 
@@ -89,8 +91,16 @@ class Listener:
         #: times that nothing was accepted for `PAUSE_SECONDS`
         self.pauses = 0
         self._resume_at = math.inf
+        #: nothing is accepted, as there are too many
+        self._held = False
 
-    def serve(self, loop: IoLoop, accepted: Callable[[socket.socket], None], failed: Callable[[str], None]) -> None:
+    def serve(
+        self,
+        loop: IoLoop,
+        accepted: Callable[[socket.socket], None],
+        failed: Callable[[str], None],
+        full: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Accept in the loop's thread from now on.
 
         Parameters
@@ -101,8 +111,10 @@ class Listener:
             Called with each connection.
         failed
             Called with a text for each failure, which may be often.
+        full
+            Whether no more may be accepted for now. When it changes, `look` is to be called.
         """
-        self._loop, self._accepted, self._failed = loop, accepted, failed
+        self._loop, self._accepted, self._failed, self._full = loop, accepted, failed, full
         loop.on_event[self._socket.fileno()] = self._event
         loop.poll.register(self._socket, select.EPOLLIN)
 
@@ -112,6 +124,12 @@ class Listener:
             self._resume_at = math.inf
             if self._spare is None:
                 self._spare = _reserve()
+            self._loop.poll.modify(self._socket, select.EPOLLIN)
+
+    def look(self) -> None:
+        """Accept what waits, if it may be accepted again."""
+        if self._held and not self._full():
+            self._held = False
             self._loop.poll.modify(self._socket, select.EPOLLIN)
 
     def close(self) -> None:
@@ -124,6 +142,10 @@ class Listener:
 
     def _event(self, event: int) -> None:
         while True:
+            if self._full():
+                self._held = True
+                self._loop.poll.modify(self._socket, 0)
+                return
             try:
                 sock, _ = self._socket.accept()
             except (BlockingIOError, ConnectionAbortedError):

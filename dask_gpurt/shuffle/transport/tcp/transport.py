@@ -13,7 +13,8 @@ peer: at once when its process dies (reset), within `LOST_SECONDS` when its host
 timeout).
 
 The listener is bound to the worker's own address, never to all. A connection that has not proved itself within a second
-is closed and counted; more than `MAX_STRANGERS` of them at a time are closed at once.
+is closed and counted. While there are `MAX_STRANGERS` of them, others wait in the kernel's queue: mostly they are workers
+of a large cluster that begin a shuffle together, and one that is closed does without this transport for seconds.
 
 On a cluster under TLS the transport is called ``tls``: the same, with bytes sealed between link and socket (`tls`).
 
@@ -98,7 +99,8 @@ class TcpTransport(LinkTransport[TcpOutbound]):
         self.receiving = IoLoop(f"gpurt-{self.name}-recv", self._failed)
         self.sending.on_tick = self._tick_outbound
         self.receiving.on_tick = self._tick_inbound
-        self._listener.serve(self.receiving, self._accept, self._failed)
+        self.receiving.may_wait = self._look
+        self._listener.serve(self.receiving, self._accept, self._failed, self._full)
 
     # ---- any thread
 
@@ -160,11 +162,15 @@ class TcpTransport(LinkTransport[TcpOutbound]):
     # ---- receive thread
 
     def _accept(self, sock: socket.socket) -> None:
-        if sum(link.machine.state is lk.LinkState.WAITING for link in self._inbound) >= MAX_STRANGERS:
-            self.strangers += 1
-            sock.close()
-            return
         self._inbound.add(TcpInbound(self, sock))
+
+    def _full(self) -> bool:
+        return sum(link.machine.state is lk.LinkState.WAITING for link in self._inbound) >= MAX_STRANGERS
+
+    def _look(self) -> bool:
+        """Before every wait: some may have proved themselves, or been closed."""
+        self._listener.look()
+        return True
 
     def inbound_closed(self, link: TcpInbound, close: lk.Close) -> None:
         """Forget a link to here that is closed."""
