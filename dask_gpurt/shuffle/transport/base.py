@@ -95,9 +95,6 @@ class Transport(Protocol):
             The message; they must not change until it has ended.
         """
 
-    def close(self, peer: str, run: RunKey | None = None) -> None:
-        """End the links to a peer, those of one run or all; messages under way end as lost."""
-
     def forget(self, run: RunKey) -> None:
         """End all links of a run, in both directions."""
 
@@ -258,10 +255,6 @@ class LinkTransport(abc.ABC, Generic[L]):
     def submit(self, ended: Callable[[Receipt], None], peer: Peer, header: Header, buffers: Sequence[Any]) -> None:
         """Send one message; see `Transport.submit`."""
         self.sending.call(lambda: self._submit(ended, peer, header, buffers))
-
-    def close(self, peer: str, run: RunKey | None = None) -> None:
-        """End the links to a peer, those of one run or all."""
-        self.sending.call(lambda: self._bye(lambda link: link.peer.address == peer and run in (None, link.run)))
 
     def statistics(self) -> dict[str, Any]:
         """Figures as plain JSON values."""

@@ -112,11 +112,6 @@ class MemoryTransport:
             out = self._outbound[key] = _Out(self, peer, header)
         out.carry_out(out.machine.submit(ended, buffers, self.network.now, header.room))
 
-    def close(self, peer: str, run: RunKey | None = None) -> None:
-        for (address, key), out in list(self._outbound.items()):
-            if address == peer and run in (None, key):
-                out.carry_out(out.machine.bye())
-
     def forget(self, run: RunKey) -> None:
         for (_, key), out in list(self._outbound.items()):
             if key == run:
