@@ -91,8 +91,8 @@ class Delivered(WorkerPlugin):
 
     async def teardown(self, worker: Worker) -> None:
         """Tear down what was set up."""
-        # A detach, or the same plugin once more, may come while a worker that joins still sets up. Without waiting there
-        # is nothing to tear down yet, and what is set up after it stays. A worker that closes has nothing to give back.
+        # A detach, or the same plugin once more, may come while a worker that joins still sets up. There is nothing to
+        # tear down yet then, and what is set up after it would stay. A worker that closes has nothing to give back.
         if worker.status not in (Status.closing, Status.closing_gracefully, Status.closed):
             async with self._busy:
                 pass

@@ -471,8 +471,9 @@ class Slow(WorkerPlugin):
 async def test_a_detach_while_a_worker_joins(s, a):
     Slow.said, Slow.may_go_on = [], asyncio.Event()
     joins = asyncio.ensure_future(a.plugin_add(Delivered("slow", __version__, pickle.dumps(Slow())), "slow"))
-    while not Slow.said:
+    for _ in range(10):
         await asyncio.sleep(0)
+    assert Slow.said == ["begins"]
     detach = asyncio.ensure_future(a.plugin_remove("slow"))
     for _ in range(10):
         await asyncio.sleep(0)

@@ -107,7 +107,7 @@ class SafeReceiver:
         wanted = False
         deadline = self._loop.time() + _ANSWER_SECONDS
         while self._gate.granted(link) < total and (rest := deadline - self._loop.time()) > 0:
-            # The run may have left meanwhile, and its link with it: a want of a closed one would spoil the gate's books.
+            # The run may have left meanwhile, and its link with it: a want of that would spoil the gate's books.
             if self._waiting.get(link) is not waiting:
                 break
             # Still False: messages that went without credit are under way, and have to arrive first.

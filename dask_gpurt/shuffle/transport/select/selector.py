@@ -144,6 +144,6 @@ class TransportChooser:
         """Enter that a link of this transport was lost, or that the peer has no device memory (`DEVICE`)."""
         until, times = self._out.get(name, (0.0, 0))
         if until <= now:
-            if now - until > BACKOFF_LIMIT:  # it was well for longer than it is ever out: a new trouble, not the old one
+            if now - until > BACKOFF_LIMIT:  # well for longer than it is ever out: this is another trouble
                 times = 0
             self._out[name] = (now + min(BACKOFF_LIMIT, BACKOFF_SECONDS * 2**times), times + 1)

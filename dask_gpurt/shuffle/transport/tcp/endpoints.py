@@ -233,8 +233,8 @@ class TcpInbound(InboundEnd):
         except OSError as e:
             self.lost(repr(e))
         except Exception as e:
-            # As when there is no memory for a message. It has arrived as far as the machine knows, so PONG does not miss
-            # it, and its sender would wait for the answer without end.
+            # As when there is no memory for a message. It has arrived as far as the machine knows, so PONG does not
+            # miss it, and its sender would wait for the answer without end.
             self.lost(repr(e))
             raise
         if self.connection.more and not self.connection.closed:

@@ -13,8 +13,9 @@ peer: at once when its process dies (reset), within `LOST_SECONDS` when its host
 timeout).
 
 The listener is bound to the worker's own address, never to all. A connection that has not proved itself within a second
-is closed and counted. While there are `MAX_STRANGERS` of them, others wait in the kernel's queue: mostly they are workers
-of a large cluster that begin a shuffle together, and one that is closed does without this transport for seconds.
+is closed and counted. While there are `MAX_STRANGERS` of them, others wait in the kernel's queue: mostly they are
+workers of a large cluster that begin a shuffle together, and one that is closed does without this transport for
+seconds.
 
 On a cluster under TLS the transport is called ``tls``: the same, with bytes sealed between link and socket (`tls`).
 
