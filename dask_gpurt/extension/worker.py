@@ -127,7 +127,8 @@ class WorkerParts:
     def follow_safe_mode(self) -> None:
         """Do what the worker's safe mode says, see `model.safe_mode`."""
         safe = safe_mode.parts_of(self.worker)
-        plane.only_safe(self.worker, "shuffle" in safe)
+        if (way := plane.existing(self.worker)) is not None:
+            way.only_safe = "shuffle" in safe
         if self.runtime is not None:
             self.runtime.read_ahead("tiers" not in safe)
 
@@ -227,6 +228,9 @@ class WorkerParts:
         vars(self.worker).pop(ATTRIBUTE, None)
         self.worker.metrics = {k: v for k, v in self.worker.metrics.items() if k != NAME}
         prometheus.withdraw(self.worker)
+        if (way := plane.existing(self.worker)) is not None:
+            # Its sockets and threads. No shuffle of ours runs any more: the scheduler's part would not have left.
+            await way.stop()
         await self.parts.remove()
 
     def summary(self) -> str:

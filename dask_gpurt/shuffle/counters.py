@@ -146,8 +146,9 @@ def counters_of(worker: Worker) -> ShuffleCounters:
 
 def corrupt_messages(worker: Worker) -> dict[str, int]:
     """Peer -> how many messages from it did not parse or failed a checksum; only peers with some."""
-    plane = sys.modules.get("dask_gpurt.shuffle.transport.plane")
-    return {} if plane is None else dict(plane.corrupt_messages_of(worker))
+    module = sys.modules.get("dask_gpurt.shuffle.transport.plane")
+    plane = None if module is None else module.existing(worker)
+    return {} if plane is None else dict(plane.links.corrupt)
 
 
 def worker_statistics(worker: Worker) -> dict[str, Any]:

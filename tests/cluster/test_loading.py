@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -297,6 +298,7 @@ def _worker_state(dask_worker: Any) -> dict[str, Any]:
     return {
         "attributes": sorted(dask_worker.__dict__),
         "data": type(dask_worker.data).__name__,
+        "transports": [t.name for t in threading.enumerate() if t.name.startswith("gpurt-tcp")],
         "same": dask_worker.data is dask_worker.state.data,
         "plugins": sorted(dask_worker.plugins),
         "handlers": sorted(

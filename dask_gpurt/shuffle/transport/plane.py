@@ -369,7 +369,7 @@ class Plane:
     # ---- the end, and what was counted
 
     async def stop(self) -> None:
-        """Close everything; the worker closes."""
+        """Close everything: the worker closes, or has the extension no more."""
         self.closed = True
         for key, run in list(self._runs.items()):
             self.leave(run, key)
@@ -420,20 +420,12 @@ def plane_of(
     return plane
 
 
-def only_safe(worker: Worker, on: bool) -> None:
-    """Have a worker's next messages take distributed's comms, uncompressed, or the fastest way again."""
-    plane = _of_worker.get(worker)
-    if plane is not None:
-        plane.only_safe = on
+def existing(worker: Worker) -> Plane | None:
+    """The data plane of a worker, if it has one."""
+    return _of_worker.get(worker)
 
 
 def statistics_of(worker: Worker) -> dict[str, Any] | None:
     """`Plane.statistics` of a worker; None before it has a plane."""
     plane = _of_worker.get(worker)
     return None if plane is None else plane.statistics()
-
-
-def corrupt_messages_of(worker: Worker) -> dict[str, int]:
-    """Peer -> messages from it that did not parse or failed a checksum; empty before a worker has a plane."""
-    plane = _of_worker.get(worker)
-    return {} if plane is None else plane.links.corrupt
