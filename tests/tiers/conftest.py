@@ -119,7 +119,9 @@ class Rig:
         self.now = 0.0
         self.disk = DiskTier(directory, os_layer=os_layer, **disk)
         self.engine = Engine(self.disk, budget_bytes=budget, clock=lambda: self.now)
-        self.store = TieredStore(self.engine, on_lost=self.lost.append)
+        #: key -> the one that it is another name of
+        self.names: dict[Any, Any] = {"b": "a", "c": "b"}
+        self.store = TieredStore(self.engine, on_lost=self.lost.append, renames=self.names.get)
 
     async def settle(self) -> None:
         """Until no I/O is under way, deletions have reached the disk, and no I/O thread holds a value any more."""

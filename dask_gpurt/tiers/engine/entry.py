@@ -97,6 +97,10 @@ def _ignored(entry: Entry) -> None:
     return None
 
 
+def _none(entry: Entry) -> Entry | None:
+    return None
+
+
 @dataclasses.dataclass(eq=False)
 class Account:
     """One owner of entries, with its codec and its counters.
@@ -111,6 +115,8 @@ class Account:
     on_lost: Callable[[Entry], None] = _ignored
     #: the parts of a value that are still worth writing; None: all
     parts: Callable[[Entry], Sequence[int] | None] = _no_parts
+    #: the entry that this one is but another name of; its task cannot have changed the value
+    renames: Callable[[Entry], Entry | None] = _none
     #: what stands for the value while it is on disk
     shell: Callable[[Any], Any] | None = None
     #: entries that are not in memory (STORED or LOADING)
@@ -188,6 +194,8 @@ class Entry:
     generation: int = 0
     #: taken out of the store
     gone: bool = False
+    #: a copy of a twin may be of the object as it was before the task of this key changed it
+    apart: bool = False
     #: it could not be encoded; stays in memory for good
     unspillable: bool = False
     #: writes that failed in a row

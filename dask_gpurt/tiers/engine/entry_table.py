@@ -9,7 +9,6 @@ keep it costs more than all else that is done for a tiny value, and most workers
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("distributed.worker.gpurt")
 
-#: names of an object among which a new one looks for a copy
-TWINS = 8
 _BELOW = (State.STORED, State.LOADING)
 #: events that end the stay of a value in memory, or its way there
 _LEAVES = frozenset({"write", "drop", "damaged", "undecodable"})
@@ -84,11 +81,13 @@ class Books:
         entry = Entry(key, account, nbytes, value, last_use=self.clock())
         self.entries[entry] = None
         self.blocks.join(entry, value)
-        if entry.blocks[0].members > 1:
-            for twin in self.twins(entry, TWINS):
-                if twin.handle is not None:
-                    entry.handle = another(twin.handle)
-                    break
+        if entry.blocks[0].members > 1 and nbytes >= SMALL_BYTES:
+            # A task may change its input and return that. Then no copy made so far, or on its way, is of the result.
+            of = account.renames(entry)
+            if of is None or of.apart or of.value is not value:
+                entry.apart = True
+            elif of.handle is not None:
+                entry.handle = another(of.handle)
         self.log.append(key, None, "add", State.RESIDENT)
         if self.trace is not None:
             self.trace.note("add", entry, nbytes)
@@ -96,21 +95,21 @@ class Books:
             self.victims.add(entry)
         return entry
 
-    def twins(self, entry: Entry, most: int | None = None) -> list[Entry]:
-        """Other keys, in memory too, of the very same object; of the first `most`. Small objects have none.
+    def twins(self, entry: Entry) -> list[Entry]:
+        """Other keys, in memory too, of the very same object. Small objects have none.
 
         (The interpreter has only one None: all keys of it would be twins.)
         """
         if not entry.blocks or entry.blocks[0].members == 1 or entry.nbytes < SMALL_BYTES:
             return []
         value, account = entry.value, entry.account
-        some = itertools.islice(entry.blocks[0].entries, most)
-        return [e for e in some if e is not entry and e.value is value and e.account is account]
+        members = entry.blocks[0].entries
+        return [e for e in members if e is not entry and e.value is value and e.account is account]
 
     def share_copy(self, entry: Entry) -> None:
         """It was just written: its twins need no copy of their own."""
         for twin in self.twins(entry):
-            if twin.handle is None and twin.state is State.RESIDENT and entry.handle is not None:
+            if twin.handle is None and not twin.apart and twin.state is State.RESIDENT and entry.handle is not None:
                 twin.handle = another(entry.handle)
                 if twin in self.victims:
                     self.victims.add(twin)

@@ -6,7 +6,8 @@ it is a `Block`, and a value in memory is a member of one or several. Only what 
 is alive and its address belongs to nothing else.
 
 Keys of the very same object are *twins*: one copy on disk serves them all (`Books.twins`). They are common: work on a
-persisted dataframe begins with a task per partition that only gives it another name.
+persisted dataframe begins with a task per partition that only gives it another name. A task of the user's that returns
+its input may have changed it in place, so its result gets a copy of its own (`Entry.apart`).
 
 What a value holds may be more than its ``sizeof``, by which it gets room: a column that is written and dropped comes
 back as large as it shows.

@@ -106,12 +106,25 @@ class TieredStore(MutableMapping["Key", Any]):
         Moves the bytes; may have other owners too.
     on_lost
         Called on the loop with a key whose last copy turned out to be unreadable. The key is still in the store.
+    renames
+        The key to which the task of a key only gives another name; None: it does more, and may change its inputs.
     """
 
-    def __init__(self, engine: Engine, *, on_lost: Callable[[Key], None] = lambda key: None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        on_lost: Callable[[Key], None] = lambda key: None,
+        renames: Callable[[Key], Key | None] = lambda key: None,
+    ) -> None:
         self._engine = engine
         self._entries: dict[Key, Entry] = {}
-        self._account = Account("data", PickleCodec(), on_lost=lambda entry: on_lost(entry.key))
+
+        def renamed(entry: Entry) -> Entry | None:
+            of = renames(entry.key)
+            return None if of is None else self._entries.get(of)
+
+        self._account = Account("data", PickleCodec(), on_lost=lambda entry: on_lost(entry.key), renames=renamed)
         #: keys that are set go there while the store is being drained (see `spill_buffer`)
         self.successor: MutableMapping[Key, Any] | None = None
         #: called with each entry made, before any victim is chosen; must not raise

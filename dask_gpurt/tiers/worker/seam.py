@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dask.task_spec import Alias
 from distributed.worker_state_machine import FreeKeysEvent, RescheduleEvent
 
 from dask_gpurt.errors import SeamMismatch
@@ -80,7 +81,7 @@ class WorkerSeam:
         self._engine = engine
         self._guard = guard
         self._check()
-        self.store = TieredStore(engine, on_lost=lambda key: self.losses.lost(key))
+        self.store = TieredStore(engine, on_lost=lambda key: self.losses.lost(key), renames=self._renames)
         #: gives up what has no valid copy left
         self.losses = Losses(worker, self.store, guard, active=lambda: self.execute.active)
         #: what the scheduler says about next uses
@@ -136,6 +137,11 @@ class WorkerSeam:
     def _seceded(self, key: Key) -> bool:
         tasks = self._worker.state.tasks
         return key in tasks and tasks[key].state == "long-running"
+
+    def _renames(self, key: Key) -> Key | None:
+        ts = self._worker.state.tasks.get(key)
+        spec = None if ts is None else ts.run_spec
+        return spec.target if type(spec) is Alias else None
 
     def _check(self) -> None:
         worker = self._worker

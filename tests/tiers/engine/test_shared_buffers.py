@@ -312,6 +312,41 @@ def test_a_copy_made_later_serves_the_other_names_too(run_rig: Callable[..., Non
     run_rig(test, small_bytes=0)
 
 
+def test_a_copy_from_before_a_change_serves_no_result_of_it(run_rig: Callable[..., None]) -> None:
+    """A task changes its input in place and returns it: the same object, of which there is a copy, or one under way."""
+
+    async def test(rig: Rig) -> None:
+        engine = rig.engine
+        rig.names.update({"renamed": "changed", "renamed later": "changed later"})
+        x = rig.store["x"] = np.zeros(10_000)
+        rig.spill_all()
+        await rig.settle()
+        engine.shrink(0)
+        entries = await rig.store.ensure(["x"])  # the same object: it is still held here
+        x += 1
+        rig.store["changed"] = rig.store["renamed"] = x
+        rig.store.release(entries)
+        del x
+        rig.spill_all()
+        await rig.settle()
+        y = rig.store["y"] = np.zeros(10_000)
+        rig.spill_all()
+        assert engine.moving_bytes
+        y += 1
+        rig.store["changed later"] = rig.store["renamed later"] = y
+        del y
+        await rig.settle()
+        rig.spill_all()
+        await rig.settle()
+        for key in ("changed", "renamed", "changed later", "renamed later"):
+            entries = await rig.store.ensure([key])
+            assert (rig.store[key] == 1).all()
+            rig.store.release(entries)
+        rig.validate()
+
+    run_rig(test)
+
+
 def test_a_damaged_copy_is_lost_for_each_of_its_names(run_rig: Callable[..., None]) -> None:
     async def test(rig: Rig) -> None:
         rig.store["a"] = np.arange(10_000)
@@ -356,7 +391,6 @@ def test_a_hundred_thousand_names_of_nothing(run_rig: Callable[..., None]) -> No
             rig.store["big", i] = big
         entry = rig.store.entry(("big", 5))
         assert entry is not None
-        assert len(rig.engine.books.twins(entry, 8)) <= 8
         assert len(rig.engine.books.twins(entry)) == 1999
 
     run_rig(test)

@@ -16,7 +16,9 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
+from dask.delayed import Delayed
 from dask.system import CPU_COUNT
+from dask.task_spec import Alias
 from distributed import Client, LocalCluster, Scheduler, Worker, WorkerPlugin, system, wait
 from distributed.client import FutureCancelledError
 from distributed.spill import SpillBuffer
@@ -595,6 +597,32 @@ def test_lost_keys_two_workers(replicas: int) -> None:
         assert runtimes[0].statistics()["lost_keys"] >= 1
 
     inner()
+
+
+def doubled(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    x *= 2  # not as it should be; with stock the result is right all the same
+    return x
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)], worker_kwargs={"memory_limit": "20 MB"}, config=NO_WATCH)
+async def test_a_task_that_changes_its_input_and_returns_it(c: Client, s: Scheduler, a: Worker) -> None:
+    """The copy of the input is none of the result, though both are one object. One that renames it shares it."""
+    runtime = await TierRuntime.install(a, tier_settings())
+    assert runtime.store is not None
+    x = c.submit(np.ones, 100_000, key="x")
+    await wait(x)
+    await all_stored(runtime, 1)
+    name = Delayed("name", {"name": Alias("name", "x"), "x": x})
+    renamed = c.compute(name, optimize_graph=False)
+    await wait(renamed)
+    entry = runtime.store.entry("name")
+    assert entry is not None
+    assert entry.clean
+    y = c.submit(doubled, x, key="y")
+    await wait(y)
+    await all_stored(runtime, 3)
+    assert await c.submit(np.sum, y) == 200_000
+    await runtime.uninstall()
 
 
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 2)], worker_kwargs={"memory_limit": "20 MB"}, config=NO_WATCH)
