@@ -116,6 +116,16 @@ class Books:
                 else:
                     self.offer(twin)
 
+    def disown_copy(self, handle: Handle) -> int:
+        """It is no good: values in memory with a claim on it are without a copy now. How many; free it so often."""
+        # Names of one object that were read back are objects of their own. So all are looked at; damage is rare.
+        owners = [e for e in self.entries if e.handle is handle and e.state is State.RESIDENT]
+        for entry in owners:
+            entry.handle = None
+            self.victims.discard(entry)
+            self.offer(entry)
+        return len(owners)
+
     def add_stored(self, account: Account, key: Hashable, nbytes: int, handle: Handle) -> Entry:
         """A value that is on a lower tier already."""
         nbytes = self._believed(key, nbytes)

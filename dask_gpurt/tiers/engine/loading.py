@@ -17,7 +17,7 @@ from dask_gpurt.errors import CorruptData, LostData
 from dask_gpurt.model.events import Event, Sink
 from dask_gpurt.tiers.engine.entry import State
 from dask_gpurt.tiers.engine.io_threads import read_value, retry
-from dask_gpurt.tiers.storage.handle import DecodeError, error_kind
+from dask_gpurt.tiers.storage.handle import DecodeError, error_kind, is_shared
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -211,6 +211,11 @@ class Loading:
             self._counters.checksum_failures += 1
         else:
             self._counters.read_errors[error_kind(error)] += 1
+        handle = entry.handle
+        if handle is not None and is_shared(handle):
+            # Else those would leave memory for free, and be lost too.
+            for _ in range(self._books.disown_copy(handle)):
+                self._io.free(handle)
         self.free_when_idle(entry)
         message = f"the stored copy of {entry.key!r} ({entry.nbytes} bytes) could not be read back: {error}"
         logger.warning("%s", message)

@@ -73,6 +73,12 @@ def another(handle: Handle) -> Handle | None:
     return None if again is None else again()
 
 
+def is_shared(handle: Handle) -> bool:
+    """Whether several have a claim on a copy."""
+    claims: list[int] = getattr(handle, "claims", [1])
+    return claims[0] > 1
+
+
 class EncodeError(Exception):
     """The object cannot be turned into frames (``__cause__``). It stays in memory."""
 

@@ -375,6 +375,39 @@ def test_a_damaged_copy_is_lost_for_each_of_its_names(run_rig: Callable[..., Non
     run_rig(test, small_bytes=0)
 
 
+def test_a_name_that_is_in_memory_does_not_rely_on_a_copy_found_damaged(run_rig: Callable[..., None]) -> None:
+    async def test(rig: Rig) -> None:
+        rig.store["a"] = np.arange(10_000)
+        rig.store["b"] = rig.store["a"]
+        a, b = rig.store.entry("a"), rig.store.entry("b")
+        assert a is not None
+        assert b is not None
+        rig.engine.pin(b)
+        rig.spill_all()
+        await rig.settle()
+        rig.engine.shrink(0)
+        assert b.clean
+        a.weak = None  # else it is had from the other
+        rig.engine.unpin(b)
+        (name,) = rig.disk.files()
+        with open(os.path.join(rig.disk.directory, name), "r+b") as f:  # noqa: ASYNC230
+            f.seek(5000)
+            f.write(b"spoilt")
+        rig.store.release(await rig.store.ensure(["a"]))
+        assert rig.store.is_lost("a")
+        rig.spill_all()
+        await rig.settle()
+        entries = await rig.store.ensure(["b"])
+        np.testing.assert_array_equal(rig.store["b"], np.arange(10_000))
+        rig.store.release(entries)
+        del rig.store["a"], rig.store["b"]
+        await rig.settle()
+        assert rig.disk.files() == []
+        assert rig.disk.used_bytes == 0
+
+    run_rig(test, small_bytes=0)
+
+
 def test_a_hundred_thousand_names_of_nothing(run_rig: Callable[..., None]) -> None:
     """What all keys have in common must not cost each of them a look at all others."""
 
