@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -330,6 +331,28 @@ def test_a_failed_append_leaves_no_trace(tmp_path: Path) -> None:
     second.free()
     assert disk.files() == []
     assert disk.used_bytes == 0
+    disk.close()
+
+
+@pytest.mark.parametrize("folder", [True, False])
+def test_nothing_is_written_to_an_open_segment_that_was_deleted(tmp_path: Path, folder: bool) -> None:
+    """By a cleaner of temporary files, say. What is written there could not be read back."""
+    disk = DiskTier(str(tmp_path / "t"))
+    frames_of(disk, [100])
+    if folder:
+        shutil.rmtree(disk.directory)
+    else:
+        os.remove(tmp_path / "t" / disk.files()[0])
+    used = disk.used_bytes
+    with pytest.raises(FileNotFoundError):
+        frames_of(disk, [100])
+    assert disk.used_bytes == used
+    if folder:
+        with pytest.raises(FileNotFoundError):
+            frames_of(disk, [100])
+    else:
+        handle, data = frames_of(disk, [100])
+        assert [bytes(b) for b in disk.read(handle)[1]] == data
     disk.close()
 
 

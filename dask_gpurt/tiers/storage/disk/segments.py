@@ -132,6 +132,10 @@ class Segments:
             for piece in parts:
                 writer.frame(piece.part, piece.nbytes, piece.codec, piece.stored, large=False)
             frames = writer.finish()
+            if not os.fstat(segment.fd).st_nlink:
+                # Reading opens it by its name. (Cleaners of temporary folders delete what looks old.)
+                segment.sealed = True
+                raise FileNotFoundError(errno.ENOENT, "an open segment was deleted by somebody else", segment.name)
         except BaseException:
             self._cut_off(segment, start, nbytes)
             raise
