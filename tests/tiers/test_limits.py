@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from distributed.core import Status
 from distributed.utils_test import async_poll_for
 
 from dask_gpurt.config import Settings
@@ -36,7 +37,7 @@ def worker(limit: int | None, target: Any = 0.6, spill: Any = 0.7, pause: Any = 
         max_spill=False,
         memory_monitor_interval=0.1,
     )
-    return SimpleNamespace(memory_manager=manager, state=SimpleNamespace(nthreads=1))
+    return SimpleNamespace(memory_manager=manager, state=SimpleNamespace(nthreads=1), status=Status.running)
 
 
 @pytest.mark.parametrize(
@@ -74,9 +75,11 @@ def test_an_alarm_gives_back_what_is_free_and_moves_values(run_rig: RunRig, monk
 
     monkeypatch.setattr(reclaim, "_givers", [])
     monkeypatch.setattr(reclaim, "errors", 0)
-    for giver in (broken, given.release, broken):
+    for giver in (broken, given.release, pages.trim, broken):
         reclaim.register(giver)
-    assert len(reclaim._givers) == 2
+    assert len(reclaim._givers) == 3
+    at_it = threading.Event()
+    reclaim.register(lambda: at_it.wait(60))
 
     async def main(rig: Rig) -> None:
         size = [500_000]
@@ -97,6 +100,11 @@ def test_an_alarm_gives_back_what_is_free_and_moves_values(run_rig: RunRig, monk
         watch.look()  # with nothing in memory, and at once
         assert (watch.alarms, watch.trims) == (2, 1)
         watch._trimmed -= 60
+        watch.look()
+        assert watch.trims == 1  # the first is still at it
+        at_it.set()
+        assert watch._trimming is not None
+        await watch._trimming
         watch.look()
         assert watch.trims == 2
         for _ in range(2):

@@ -34,6 +34,8 @@ from dask_gpurt.memory.pages import pages
 from dask_gpurt.tiers.threads import run_apart
 
 if TYPE_CHECKING:
+    import asyncio
+
     from distributed.worker import Worker
 
     from dask_gpurt.tiers.engine.engine import Engine
@@ -85,6 +87,8 @@ class MemoryWatch:
         #: times that the allocator was asked to give back what is free
         self.trims = 0
         self._trimmed = -math.inf
+        #: the allocator is at it
+        self._trimming: asyncio.Future[None] | None = None
         self.set_limits(limits)
 
     def set_limits(self, limits: Limits) -> None:
@@ -112,10 +116,13 @@ class MemoryWatch:
     def trim(self) -> None:
         """Give back what is kept and free; not too often. In a thread: it takes 0.05 ms per MB that is free."""
         now = time.monotonic()
-        if now - self._trimmed >= _TRIM_SECONDS:
+        # On a large worker it takes seconds. Begun anew meanwhile, it would take one thread after the other of those
+        # in which the loop also looks up the names of hosts.
+        under_way = self._trimming is not None and not self._trimming.done()
+        if now - self._trimmed >= _TRIM_SECONDS and not under_way:
             self._trimmed = now
             self.trims += 1
-            self._engine.io.loop.run_in_executor(None, _give_back)
+            self._trimming = self._engine.io.loop.run_in_executor(None, _give_back)
 
     def look(self) -> None:
         """Look at the resident set once, and act."""
@@ -134,7 +141,6 @@ class MemoryWatch:
             self._engine.shrink(0)
             return
         self.alarms += 1
-        self._engine.io.loop.run_in_executor(None, pages.trim)  # a shuffle may have left much
         self.trim()
         self._engine.shrink(size - low)
         # With shards alone our bytes say nothing about the process; distributed's monitor has its own warning.

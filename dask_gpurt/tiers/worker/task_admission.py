@@ -26,10 +26,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
 from dask.utils import key_split
-from distributed.metrics import time
 
 from dask_gpurt.model.slots import MEMORY, waiting
 from dask_gpurt.tiers.engine.buffer_roots import as_bytes
@@ -188,13 +188,13 @@ class Turns:
             self._ended.set()
 
     async def _wait(self, turn: Turn, inputs: list[Value]) -> None:
-        start, waited = time(), False
+        start, waited = monotonic(), False  # the wall clock may be set back
         with waiting(MEMORY):
             # Also for our own writes, which always end: what they move is out of the way then.
             while (self._waited_for() or self._memory.moving_bytes) and self._short(turn, inputs):
                 self.waits += not waited
                 waited = True
-                if time() - start > PATIENCE_SECONDS:
+                if monotonic() - start > PATIENCE_SECONDS:
                     for other in self._waited_for():
                         other.passed_by = True
                         self.passed_by += 1
@@ -203,7 +203,7 @@ class Turns:
                 self._ended.clear()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._ended.wait(), _LOOK_SECONDS)
-        self.wait_seconds += time() - start
+        self.wait_seconds += monotonic() - start
 
     def _waited_for(self) -> list[Turn]:
         return [t for t in self._running if not t.passed_by and not self._seceded(t.key)]

@@ -199,7 +199,7 @@ def test_nobody_waits_for_a_task_that_has_seceded() -> None:
 def test_a_task_that_may_itself_wait_for_this_one_is_not_waited_for_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         clock = [0.0]
-        monkeypatch.setattr(module, "time", lambda: clock[0])
+        monkeypatch.setattr(module, "monotonic", lambda: clock[0])
         monkeypatch.setattr(module, "_LOOK_SECONDS", 0.001)
         case = Case()
         case.process_bytes = LIMIT
