@@ -10,7 +10,9 @@ informed. An object whose own code raises is not lost: the caller gets what it r
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
+import traceback
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import CorruptData, LostData
@@ -125,7 +127,7 @@ class Loading:
         elif isinstance(error, (DecodeError, MemoryError)):
             # Not lost: the next read raises what the object's code raised, as with stock Dask.
             self._books.move(entry, "undecodable")
-            entry.load_error = error.__cause__ or error
+            entry.load_error = _without_values(error.__cause__ or error)
             self._counters.decode_errors += 1
         else:
             self._damaged(entry, error)
@@ -153,7 +155,7 @@ class Loading:
             error = entry.load_error
             if isinstance(error, MemoryError):
                 entry.load_error = None  # the copy is good, and there may be memory for the next try
-            raise error
+            raise _once_more(error)
         if entry.state is State.LOST or entry.handle is None:
             raise LostData(f"no valid copy of {entry.key!r} is left here")
         if self._revive(entry):
@@ -227,6 +229,21 @@ class Loading:
         if (entry.gone or entry.state is State.LOST) and not entry.readers and entry.handle is not None:
             handle, entry.handle = entry.handle, None
             self._io.free(handle)
+
+
+def _without_values(error: BaseException) -> BaseException:
+    """The error, to be kept: the frames in its traceback have the bytes of the value, which would stay in memory."""
+    traceback.clear_frames(error.__traceback__)
+    return error
+
+
+def _once_more(error: BaseException) -> BaseException:
+    """The error, to be raised: else its traceback would get, and keep, the inputs of each task that reads the value."""
+    try:
+        again = copy.copy(error)
+    except Exception:  # the class is the user's
+        return error
+    return again.with_traceback(error.__traceback__) if type(again) is type(error) else error
 
 
 def _tell_lost(entry: Entry) -> None:

@@ -390,6 +390,48 @@ def test_an_object_whose_own_code_raises_is_not_lost(run_rig: RunRig) -> None:
     run_rig(test)
 
 
+def test_an_object_whose_own_code_raises_keeps_nothing_in_memory(run_rig: RunRig) -> None:
+    """Neither its bytes, nor what the tasks that tried to read it had."""
+
+    async def test(rig: Rig) -> None:
+        rig.store["k"] = _GrumpyArray()
+        rig.spill_all()
+        await rig.settle()
+        rig.store.release(await asyncio.wait_for(rig.store.ensure(["k"]), 30))
+        await rig.settle()
+        gc.collect()
+        assert _GrumpyArray.seen() is None
+
+        class Input:
+            pass
+
+        def task(data: Input) -> None:
+            with pytest.raises(ZeroDivisionError, match="grumpy"):
+                rig.store["k"]
+
+        data = Input()
+        task(data)
+        alive = weakref.ref(data)
+        del data
+        gc.collect()
+        assert alive() is None
+
+    run_rig(test, small_bytes=0)
+
+
+class _GrumpyArray:
+    """An array that is complete when it raises."""
+
+    seen: Any = None
+
+    def __init__(self) -> None:
+        self.array = np.zeros(10_000)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        _GrumpyArray.seen = weakref.ref(state["array"])
+        raise ZeroDivisionError("grumpy")
+
+
 @every_layout
 def test_too_little_memory_to_read_is_not_a_loss(run_rig: RunRig, layout: str) -> None:
     """Neither for good: the copy is read as soon as there is memory."""
