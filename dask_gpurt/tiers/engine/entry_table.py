@@ -10,7 +10,7 @@ keep it costs more than all else that is done for a tiny value, and most workers
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from typing import TYPE_CHECKING
 
 from dask_gpurt.tiers.engine.buffer_roots import UNKNOWN_BYTES, as_bytes
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("distributed.worker.gpurt")
 
+#: values that are brought into the order of victims in one turn of the loop, 4 us each
+ORDERED_AT_ONCE = 2000
 _BELOW = (State.STORED, State.LOADING)
 #: events that end the stay of a value in memory, or its way there
 _LEAVES = frozenset({"write", "drop", "damaged", "undecodable"})
@@ -59,6 +61,8 @@ class Books:
         self.victims = Victims()
         #: the order of victims is kept
         self.ordered = False
+        #: of what was here when that began, what is still to come into it, the longest unused first
+        self.unordered: deque[Entry] = deque()
         #: the memory of what is in memory
         self.blocks = Blocks()
         #: entries that are not in memory
@@ -232,15 +236,23 @@ class Books:
     # ------------------------------------------------------------------ victims
 
     def begin_order(self) -> None:
-        """Keep the order of victims from now on. Those that are here are ordered by their last uses."""
+        """Keep the order of victims from now on. Those that are here come into it by their last uses (`order_more`)."""
         if not self.ordered:
             self.ordered = True
-            for entry in sorted(self.entries, key=lambda e: e.last_use):
+            self.unordered.extend(sorted(self.entries, key=lambda e: e.last_use))
+            self.order_more()
+
+    def order_more(self) -> None:
+        """Bring some more of `unordered` into the order. Call it until there are none."""
+        for _ in range(min(ORDERED_AT_ONCE, len(self.unordered))):
+            entry = self.unordered.popleft()
+            if entry not in self.victims:  # used meanwhile
                 self.offer(entry)
 
     def end_order(self) -> None:
         """Nothing leaves memory for now."""
         self.ordered = False
+        self.unordered.clear()
         self.victims.clear()
 
     def offer(self, entry: Entry) -> None:
@@ -335,6 +347,6 @@ class Books:
             may_go = e.state is State.RESIDENT and not e.pins
             if e in self.victims:
                 assert may_go, story
-            elif may_go and self.ordered:
+            elif may_go and self.ordered and not self.unordered:
                 assert e.handle is None, story
                 assert e.unspillable or e.resting, story

@@ -82,7 +82,7 @@ class Eviction:
         #: bytes of values above which nothing more is let in, as the process needs the rest for itself; None: unknown
         self._room_bytes: float | None = None
         self._writes = 0
-        #: more values are to be dropped, in the next turn of the loop
+        #: more values are to be dropped, or ordered, in the next turn of the loop
         self._more: asyncio.Handle | None = None
         #: called with each copy that was written, after the books; must not raise
         self.on_copy: Callable[[Entry], None] | None = None
@@ -110,6 +110,8 @@ class Eviction:
         if not self.pressed:
             self.pressed = True
             self._books.begin_order()
+            if self._books.unordered:
+                self._go_on_soon()
             self._tell_pressed()
 
     def relax(self) -> None:
@@ -158,7 +160,7 @@ class Eviction:
     @property
     def can_shrink(self) -> bool:
         """Whether anything is leaving memory, or could."""
-        return self._writes > 0 or len(self._books.victims) > 0
+        return self._writes > 0 or self._more is not None or len(self._books.victims) > 0
 
     def balance(self, asked_bytes: int = 0) -> None:
         """Begin evictions until values are within budget, with room for `asked_bytes`, or all writers are busy."""
@@ -183,9 +185,8 @@ class Eviction:
         victims = self._books.victims
         drops = 0
         while self._excess(0, asked_bytes) > 0:
-            if drops == DROPS:
-                if self._more is None:
-                    self._more = self._io.loop.call_soon(self._go_on)
+            if drops == DROPS or (self._books.unordered and victims.first() is None):
+                self._go_on_soon()
                 return
             entry = victims.pop_clean(any_place=self._tier_rest.until > now)
             if entry is not None:
@@ -205,8 +206,15 @@ class Eviction:
                 return
             self._start_write(entry)
 
+    def _go_on_soon(self) -> None:
+        if self._more is None:
+            self._more = self._io.loop.call_soon(self._go_on)
+
     def _go_on(self) -> None:
         self._more = None
+        self._books.order_more()
+        if self._books.unordered:
+            self._go_on_soon()
         self.balance()
         self.gate.wake()
 

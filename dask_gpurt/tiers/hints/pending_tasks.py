@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 #: states of a task that will read its inputs here
 PENDING = frozenset({"waiting", "ready", "constrained", "executing", "long-running"})
 ENDING = frozenset({Status.closing, Status.closed})
+#: tasks that are noted in one turn of the loop at the beginning, 10 us each
+_AT_ONCE = 1000
 #: its name among the worker's plugins
 NAME = "gpurt-local-uses"
 
@@ -53,6 +55,8 @@ class LocalUses(WorkerPlugin):
         #: key of a pending task -> its number, and those of its inputs that are here
         self._pending: dict[Key, tuple[int, list[Entry]]] = {}
         self._live: set[int] = set()
+        #: tasks that were here at `install`, and are still to be noted
+        self._unseen: list[Key] = []
         #: called with each task that was sent here: its priority, its number, its key
         self.on_pending: Callable[[tuple[float, ...], int, Key], None] | None = None
 
@@ -62,8 +66,18 @@ class LocalUses(WorkerPlugin):
             return
         self._worker.plugins[NAME] = self
         self._store.on_add.append(self._added)
-        for key, ts in list(self._worker.state.tasks.items()):
-            self.transition(key, "released", ts.state)
+        self._unseen = list(self._worker.state.tasks)
+        self._note_more()
+
+    def _note_more(self) -> None:
+        """Note some of the tasks that were here at `install`, and the others in later turns of the loop."""
+        some, self._unseen = self._unseen[-_AT_ONCE:], self._unseen[:-_AT_ONCE]
+        tasks = self._worker.state.tasks
+        for key in reversed(some):
+            if key in tasks:
+                self.transition(key, "released", tasks[key].state)
+        if self._unseen:
+            self._engine.io.loop.call_soon(self._note_more)
 
     def uninstall(self) -> None:
         """Stop listening, and forget all. A second call does nothing."""
@@ -72,6 +86,7 @@ class LocalUses(WorkerPlugin):
             if self._worker.status not in ENDING and self._worker.plugins.get(NAME) is self:
                 del self._worker.plugins[NAME]
             self._store.on_add.remove(self._added)
+        self._unseen = []
         for key in list(self._pending):
             try:
                 self._end(key)

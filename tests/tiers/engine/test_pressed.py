@@ -11,7 +11,7 @@ from distributed import Client, Scheduler, Worker, wait
 from distributed.utils_test import async_poll_for, gen_cluster
 
 from dask_gpurt.extension import NAME
-from dask_gpurt.tiers.engine import eviction
+from dask_gpurt.tiers.engine import entry_table, eviction
 from dask_gpurt.tiers.engine.entry import NEVER
 from dask_gpurt.tiers.hints import pending_tasks, scheduler
 from tests.memory_watch import NO_WATCH
@@ -45,6 +45,31 @@ def test_the_order_begins_with_what_was_used_last(run_rig: RunRig) -> None:
         rig.validate()
 
     run_rig(test, budget=10 * (SIZE + 100))
+
+
+def test_very_many_values_are_ordered_in_several_turns(run_rig: RunRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entry_table, "ORDERED_AT_ONCE", 10)
+
+    async def test(rig: Rig) -> None:
+        books = rig.engine.books
+        values(rig, *map(str, range(25)))
+        for i in range(15):  # the first that are ordered cannot leave
+            value = rig.store.entry(str(i))
+            assert value is not None
+            rig.engine.pin(value)
+        rig.engine.shrink(1)
+        assert len(books.unordered) == 15
+        rig.validate()
+        with await asyncio.wait_for(rig.engine.admit(200 * SIZE), 30):
+            await rig.engine.idle()
+        assert not books.unordered
+        assert "15" in rig.store.slow
+        rig.validate()
+        rig.engine.shrink(1 << 60)
+        await rig.engine.idle()
+        assert len(rig.store.slow) == 10
+
+    run_rig(test, budget=100 * (SIZE + 100))
 
 
 def test_it_ends_when_all_is_here_and_little(run_rig: RunRig) -> None:
