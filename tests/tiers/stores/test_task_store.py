@@ -584,3 +584,35 @@ def test_every_way_into_our_code_is_timed(run_rig: RunRig) -> None:
         assert spent() > before
 
     run_rig(test)
+
+
+def test_very_many_keys_that_are_freed_at_once(run_rig: RunRig) -> None:
+    """One piece of work for each is too much for the event loop. One copy that cannot be deleted is counted."""
+
+    async def test(rig: Rig) -> None:
+        for i in range(1000):
+            rig.store[i] = bytes(5000)
+        rig.spill_all()
+        await rig.settle()
+        assert len(rig.store.slow) == 1000
+        submitted = []
+        writers = rig.engine.io._writers
+        submit = writers.submit
+        writers.submit = lambda *args: submitted.append(args) or submit(*args)  # type: ignore[method-assign]
+        entry = rig.store.entry(0)
+        assert entry is not None
+        handle = entry.handle
+        assert handle is not None
+
+        def broken() -> None:
+            handle.free()
+            raise OSError("no")
+
+        entry.handle = types.SimpleNamespace(free=broken, nbytes=handle.nbytes)  # type: ignore[assignment]
+        rig.store.clear()
+        await rig.engine.idle()
+        assert rig.disk.used_bytes == 0
+        assert len(submitted) < 100
+        assert rig.engine.io.failures == 1
+
+    run_rig(test)
