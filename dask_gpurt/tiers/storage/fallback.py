@@ -3,9 +3,10 @@
 The order is the cost of return, cheapest first: a read from a local disk costs a tenth of one from an object store, so
 the store is used when the disk is full or fails. With ``gpurt.tiers.object-use: first`` it is the other way round.
 
-A tier whose writes fail (not one that is full, which knows at once and for free) is set aside: for one second after
-`FAILURES` failures in a row, doubling to a minute. A success forgives all. When none takes the value, the error of the
-first one that was asked is raised, and the value stays in memory (`eviction` goes on from there).
+A tier whose writes fail (not one that is full, which knows at once and for free) is set aside: after each failure for as
+long as it took to fail, and for one second after `FAILURES` failures in a row, doubling to a minute. A success forgives
+all. When none takes the value, the error of the first one that was asked is raised, and the value stays in memory
+(`eviction` goes on from there).
 
 Rejected: moving values from disk to the store to make room for ones that are needed sooner. It costs a read and an
 upload, and eviction already writes the farthest first.
@@ -87,13 +88,14 @@ class Cascade:
                 if self._clock() < level.rest.until:
                     level.skipped += 1
                     continue
+                began = self._clock()
                 try:
                     handle = level.tier.write(groups)
                 except TierFull as e:
                     level.full += 1
                     first = first or e
                 except OSError as e:
-                    self._failed(level, e)
+                    self._failed(level, e, began)
                     first = first or e
                 else:
                     with self._lock:
@@ -109,11 +111,14 @@ class Cascade:
             # garbage collection.
             del first
 
-    def _failed(self, level: _Level, error: OSError) -> None:
+    def _failed(self, level: _Level, error: OSError, began: float) -> None:
         with self._lock:
+            now = self._clock()
             level.failed += 1
             level.last_error = str(error)
-            first = level.rest.failed(self._clock())
+            first = level.rest.failed(now)
+            # A store that does not answer takes minutes to fail, in which tasks wait for room in memory.
+            level.rest.until = max(level.rest.until, now + (now - began))
         if first:
             # As text: the log of a worker keeps records, and a traceback holds the frames of the value.
             name, text = level.tier.tier.name.lower(), level.last_error

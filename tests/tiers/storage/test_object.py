@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import types
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -262,6 +263,51 @@ def test_a_failing_tier_is_set_aside_and_tried_again(tmp_path: Path) -> None:
     assert len(bad.inner.files()) == 1
     cascade.write([(0, [b"x"])])
     assert len(bad.inner.files()) == 2
+
+
+def test_a_store_that_takes_minutes_to_fail_is_not_asked_at_once_again(tmp_path: Path) -> None:
+    """Tasks wait for room while a write is under way."""
+    now = [0.0]
+
+    class Stuck(Broken):
+        def write(self, groups: Any) -> Any:
+            now[0] += 120.0
+            return super().write(groups)
+
+    stuck = Stuck(DiskTier(str(tmp_path / "a"), small_bytes=0))
+    stuck.error = OSError(5, "EIO")
+    cascade = Cascade([stuck, DiskTier(str(tmp_path / "b"), small_bytes=0)], clock=lambda: now[0])
+    for _ in range(5):
+        cascade.write([(0, [b"x"])])
+        now[0] += 20.0
+    assert stuck.asked == 1
+    now[0] += 30.0
+    cascade.write([(0, [b"x"])])
+    assert stuck.asked == 2
+
+
+def test_what_a_failed_write_may_have_left_is_deleted_in_one_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = tier_at((tmp_path / "store").as_uri())
+    asked: list[str] = []
+
+    def down(what: str) -> Any:
+        def fail(*args: Any) -> None:
+            asked.append(what)
+            raise OSError(5, "EIO")
+
+        return fail
+
+    monkeypatch.setattr(
+        tier.bucket,
+        "_store",
+        types.SimpleNamespace(errors=(OSError,), denied=(), put=down("put"), delete=down("delete")),
+    )
+    with pytest.raises(OSError, match="cannot write after 4 attempts"):
+        tier.write(CODEC.encode(1))
+    assert asked == ["put"] * 4 + ["delete"]
+    assert (tier.used_bytes, tier.failed_deletions) == (0, 1)
 
 
 def test_when_all_fail_the_first_answer_counts_and_nothing_is_kept(tmp_path: Path) -> None:

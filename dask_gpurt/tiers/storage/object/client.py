@@ -132,21 +132,21 @@ class Bucket:
         self._repeat("read", name, once)
         self.metrics.add(reads=1, read_bytes=total, read_seconds=time.perf_counter() - began)
 
-    def delete(self, names: Iterable[str]) -> None:
+    def delete(self, names: Iterable[str], *, attempts: int | None = None) -> None:
         """Delete objects; those that are gone already do not matter."""
         left = list(names)
         while left:
             batch, left = left[:_DELETE_BATCH], left[_DELETE_BATCH:]
-            self._delete(batch)
+            self._delete(batch, attempts)
 
-    def _delete(self, batch: list[str]) -> None:
+    def _delete(self, batch: list[str], attempts: int | None) -> None:
         try:
-            self._repeat("delete", batch[0], lambda: self._store.delete(batch))
+            self._repeat("delete", batch[0], lambda: self._store.delete(batch), attempts)
         except FileNotFoundError:
             # A store may say so of one name and leave the others: once more, one by one.
             if len(batch) > 1:
                 for name in batch:
-                    self._delete([name])
+                    self._delete([name], attempts)
 
     def list(self, prefix: str) -> dict[str, datetime.datetime]:
         """Names below a prefix and when each was last written, by the store's clock."""
@@ -162,7 +162,7 @@ class Bucket:
 
     # ------------------------------------------------------------------ retries
 
-    def _repeat(self, what: str, name: str, once: Callable[[], Any]) -> Any:
+    def _repeat(self, what: str, name: str, once: Callable[[], Any], attempts: int | None = None) -> Any:
         pause = BACK_OFF_SECONDS
         attempt = 0
         while True:
@@ -176,7 +176,7 @@ class Bucket:
             except self._store.denied as e:
                 raise PermissionError(errno.EACCES, f"may not {what}: {_first_line(e)}", self.where(name)) from e
             except self._store.errors as e:
-                if attempt >= self.attempts:
+                if attempt >= (attempts or self.attempts):
                     raise OSError(
                         errno.EIO, f"cannot {what} after {attempt} attempts: {_first_line(e)}", self.where(name)
                     ) from e

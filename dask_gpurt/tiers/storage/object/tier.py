@@ -139,9 +139,9 @@ class ObjectTier:
             with self._lock:
                 self._used_bytes -= layout.nbytes
             self.metrics.add(write_failures=1)
-            # An answer may have been lost after the object was complete.
+            # An answer may have been lost after the object was complete. Once: a store that is down takes its time.
             try:
-                self.bucket.delete([name])
+                self.bucket.delete([name], attempts=1)
             except OSError:
                 self.failed_deletions += 1
             raise
