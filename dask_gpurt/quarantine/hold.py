@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("distributed.scheduler.gpurt")
 
 #: of the scheduler, used here
-_NAMES = ("handle_worker_status_change", "unrunnable", "valid_workers", "running", "extensions")
+_NAMES = ("handle_worker_status_change", "unrunnable", "valid_workers", "running", "extensions", "stream_comms")
 #: what a worker says while it works; kept back
 _WORKING = ("running", "paused")
 #: between two rounds of the copies, where the cluster's own memory manager is off
@@ -123,11 +123,25 @@ class Holds:
         if held.policy is not None and manager is not None and held.policy in manager.policies:
             manager.policies.remove(held.policy)
         ws = self._scheduler.workers.get(worker)
-        # Not one that is being retired meanwhile, which only its own message tells.
-        if ws is not None and ws.status is Status.closing_gracefully and held.told in _WORKING:
-            self._scheduler.handle_worker_status_change(held.told, ws, _stimulus("release"))
+        if ws is not None and ws.status is Status.closing_gracefully:
+            # Not one that is being retired meanwhile, which only its own message tells.
+            if held.told in _WORKING:
+                self._scheduler.handle_worker_status_change(held.told, ws, _stimulus("release"))
+            elif self._retirement_failed(worker):
+                # distributed then gives a worker back its status: here that of a held one, in which it runs nothing.
+                message = {"op": "worker-status-change", "status": "running", "stimulus_id": _stimulus("release")}
+                self._scheduler.stream_comms[worker].send(message)
         self._rest()
         return True
+
+    def _retirement_failed(self, worker: str) -> bool:
+        """Whether a worker that has said it is retired is not any more; where that cannot be known, it still is."""
+        own = self._scheduler.extensions.get("amm")
+        return (
+            isinstance(own, ActiveMemoryManagerExtension)
+            and own.running
+            and not any(isinstance(p, RetireWorker) and p.address == worker for p in own.policies)
+        )
 
     def forget(self, worker: str) -> None:
         """It has left."""

@@ -125,6 +125,25 @@ async def test_a_held_worker_can_be_retired(c: Any, s: Any, *workers: Any) -> No
         assert await c.gather(futures) == list(range(1, 31))
 
 
+@gen_cluster(client=True, nthreads=THREE, config={"distributed.worker.memory.pause": False})
+async def test_a_held_worker_whose_retirement_failed_works_again_once_released(c: Any, s: Any, *workers: Any) -> None:
+    """distributed gives it back the status that the scheduler had for it, which was that of a held one."""
+    async with guarded(s) as quarantine:
+        bad, *others = workers
+        data = await c.scatter({"x": 1}, workers=[bad.address])
+        for other in others:
+            other.status = Status.paused
+        await until(lambda: len(s.running) == 1)
+        quarantine._holds.hold(bad.address)  # type: ignore[union-attr]
+        await s.retire_workers([bad.address])
+        await until(lambda: bad.status is Status.closing_gracefully)
+        assert bad.address in s.workers  # there was no other for its data
+        quarantine._holds.release(bad.address)  # type: ignore[union-attr]
+        await until(lambda: bad.status is Status.running)
+        assert await c.submit(inc, data["x"], workers=[bad.address]) == 2
+        s.validate_state()
+
+
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2, config=NO_AMM)
 async def test_the_last_worker_is_never_held(c: Any, s: Any, a: Any, b: Any) -> None:
     async with guarded(s) as quarantine:

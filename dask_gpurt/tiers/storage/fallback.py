@@ -3,7 +3,7 @@
 The order is the cost of return, cheapest first: a read from a local disk costs a tenth of one from an object store, so
 the store is used when the disk is full or fails. With ``gpurt.tiers.object-use: first`` it is the other way round.
 
-A tier whose writes fail (not one that is full, which knows at once and for free) is set aside: after each failure for as
+A tier whose writes fail (not one that is full, which knows at once and for free) is set aside: after each failure as
 long as it took to fail, and for one second after `FAILURES` failures in a row, doubling to a minute. A success forgives
 all. When none takes the value, the error of the first one that was asked is raised, and the value stays in memory
 (`eviction` goes on from there).
