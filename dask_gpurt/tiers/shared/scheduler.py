@@ -27,6 +27,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -91,9 +92,10 @@ class SharedCopiesPlugin(TierPlugin):
         self._issued: dict[str, str] = {}
         #: of these, the ones that write there: they report, and can take copies over
         self._answered: set[str] = set()
-        #: prefixes of workers that are gone -> names that others adopted. All are swept once more at the end: a write
-        #: may have been under way when its worker went.
-        self._adopted_names: dict[str, set[str]] = {}
+        #: prefixes of workers that have left us -> when they were removed (monotonic seconds; infinite: they are here,
+        #: and may have values there), and the keys whose copies others adopted. Each is swept once more, later or at
+        #: the end: a write may have been under way when its worker went.
+        self._gone: dict[str, tuple[float, set[Key]]] = {}
         #: key -> worker -> its copy
         self._copies: dict[Key, dict[str, Copy]] = {}
         self._sweeps: set[asyncio.Task[None]] = set()
@@ -139,7 +141,7 @@ class SharedCopiesPlugin(TierPlugin):
     async def close(self) -> None:
         """The scheduler closes, and with it the cluster: all that is known goes."""
         self._end()
-        prefixes = {*self._issued.values(), *self._adopted_names}
+        prefixes = {*self._issued.values(), *self._gone}
         for task in list(self._sweeps):
             task.cancel()
         self._bucket.attempts = 1  # a store that is down must not keep the scheduler from closing
@@ -172,6 +174,11 @@ class SharedCopiesPlugin(TierPlugin):
             if address not in self._issued and speaks(ws, HEARTBEAT_FIELD, PROTOCOL):
                 prefix = self._issued[address] = worker_prefix(scheduler.address)
                 scheduler.worker_send(address, {"op": TELL, "hello": True, "prefix": prefix})
+        # Workers come and go for weeks. By now nothing is under way, and no key has a copy there.
+        before = time.monotonic() - self._expire_seconds
+        for prefix in [prefix for prefix, (when, keys) in self._gone.items() if when < before and not keys]:
+            del self._gone[prefix]
+            self._begin_sweep(self._sweep(prefix))
 
     def _reported(self, worker: str = "", prefix: str = "", copies: list[Copy] | tuple[()] = (), **_: object) -> None:
         # In the loop that reads the worker's stream: what is raised here would remove the worker.
@@ -201,7 +208,7 @@ class SharedCopiesPlugin(TierPlugin):
         self._answered.discard(worker)
         prefix = self._issued.pop(worker, "")
         if prefix:
-            self._adopted_names.setdefault(prefix, set())
+            self._gone.setdefault(prefix, (math.inf, set()))
         return prefix
 
     def _refused(self, message: str) -> None:
@@ -212,7 +219,10 @@ class SharedCopiesPlugin(TierPlugin):
     def transition(self, key: Key, start: str, finish: str, *args: object, stimulus_id: str, **kwargs: object) -> None:
         """Forget the copies of a key that leaves memory."""
         if start == "memory":
-            self._copies.pop(key, None)
+            for copy in self._copies.pop(key, {}).values():
+                origin = copy.name.rpartition("/")[0]
+                if origin in self._gone:
+                    self._gone[origin][1].discard(key)
 
     def restart(self, scheduler: Scheduler) -> None:
         """Forget all copies."""
@@ -235,6 +245,7 @@ class SharedCopiesPlugin(TierPlugin):
         prefix = self._forget(address)
         if leaving is None or not prefix:
             return
+        self._gone[prefix] = time.monotonic(), self._gone[prefix][1]
         heirs = [
             (ws.nbytes, i, ws)
             for i, ws in enumerate(scheduler.workers.values())
@@ -266,7 +277,7 @@ class SharedCopiesPlugin(TierPlugin):
                     {"op": TELL, "prefix": origin, "adopt": [tuple(c) for c in copies], "stimulus_id": stimulus_id},
                 )
                 scheduler.add_keys(worker=heir_address, keys=[c.key for c in copies], stimulus_id=stimulus_id)
-                self._adopted_names.setdefault(origin, set()).update(c.name for c in copies)
+                self._gone.setdefault(origin, (math.inf, set()))[1].update(c.key for c in copies)
         if kept:
             message = f"{len(kept)} keys of {address} are read back from {self._bucket.url} instead of computed again"
             logger.info("%s", message)

@@ -135,6 +135,12 @@ async def test_spilled_keys_of_a_lost_worker_are_read_back(c: Client, s: Schedul
         await runtime_of(d).engine.idle()
         left = [p for p in Path(folder, "store").rglob("*") if p.is_file() and p.name != "lease"]
         assert left == []
+        # Later their leases too, and they are forgotten.
+        assert len(shared._gone) == 2
+        shared._expire_seconds = 0
+        shared.look()
+        assert shared._gone == {}
+        await async_poll_for(lambda: len([*Path(folder, "store").rglob("lease")]) == 2, timeout=30)  # both are d's
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2, config=CONFIG)
