@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 FLUSH_SECONDS = 0.01
 #: between two looks for workers that ask
 LOOK_SECONDS = 0.1
+#: workers in one look: of more, each sends heartbeats more rarely than its turn comes
+LOOK_WORKERS = 200
 #: keys looked at in one flush; the others wait for the next, so that the loop is never held for long
 FLUSH_KEYS = 500
 #: a worker that knows fewer uses than this gets more, if there are more
@@ -92,6 +94,8 @@ class NextUsePlugin(TierPlugin):
         self._ready: set[WorkerState] = set()
         #: those that got no message about a pause
         self._streams: set[WorkerState] = set()
+        #: workers that are to be looked at before the next round of all
+        self._unseen: list[WorkerState] = []
         #: those that have ever asked, and are here
         self._met: set[WorkerState] = set()
         #: (key, uses) pairs that were sent
@@ -152,13 +156,16 @@ class NextUsePlugin(TierPlugin):
 
     def _meet(self, scheduler: Scheduler) -> None:
         """Meet workers that ask, and end the streams of those that no longer do."""
-        for address, ws in scheduler.workers.items():
+        if not self._unseen:
+            self._unseen = list(scheduler.workers.values())
+        some, self._unseen = self._unseen[-LOOK_WORKERS:], self._unseen[:-LOOK_WORKERS]
+        for ws in some:
             if self._understands(ws):
                 self._streams.add(ws)
                 self._met.add(ws)
             elif ws in self._streams:
                 self._streams.discard(ws)
-                scheduler.worker_send(address, {"op": OP, "items": [], "pause": True})
+                scheduler.worker_send(ws.address, {"op": OP, "items": [], "pause": True})
         if not self._ready:
             self._forget()
         self._set_timer()
@@ -321,8 +328,9 @@ class NextUsePlugin(TierPlugin):
         scheduler = self._scheduler
         here = scheduler is not None and scheduler.workers.get(ws.address) is ws
         if not here or not speaks(ws, HEARTBEAT_FIELD, PROTOCOL):
-            self._ready.discard(ws)
-            self._listen()
+            if ws in self._ready:
+                self._ready.discard(ws)
+                self._listen()
             return False
         if ws not in self._ready:
             self._ready.add(ws)

@@ -19,8 +19,9 @@ from dask_gpurt.tiers import TierRuntime
 from dask_gpurt.tiers.engine.entry import NEVER
 from dask_gpurt.tiers.hints import scheduler
 from dask_gpurt.tiers.hints import worker as hints_worker
-from dask_gpurt.tiers.hints.protocol import KEEP, OP
+from dask_gpurt.tiers.hints.protocol import HEARTBEAT_FIELD, KEEP, OP, PROTOCOL
 from dask_gpurt.tiers.hints.scheduler import NextUsePlugin
+from dask_gpurt.tiers.scheduler_plugin import HEARTBEAT_NAME
 from tests.memory_watch import NO_WATCH
 from tests.tiers.conftest import beat
 
@@ -473,3 +474,24 @@ async def test_unknown_scheduler_is_refused(s: Scheduler) -> None:
     s.worker_send = lambda worker: None  # type: ignore[method-assign, assignment, misc]
     with pytest.raises(SeamMismatch, match=r"worker_send cannot be called .* Remedy"):
         await NextUsePlugin().start(s)
+
+
+@gen_cluster(nthreads=[("127.0.0.1", 1)] * 2, config=NO_WATCH)
+async def test_of_very_many_workers_some_are_looked_at_each_time(s: Scheduler, a: Worker, b: Worker) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "LOOK_WORKERS", 1)
+        patch.setattr(scheduler, "LOOK_SECONDS", 3600)
+        plugin = NextUsePlugin()
+        await plugin.start(s)
+        for ws in s.workers.values():
+            ws.metrics[HEARTBEAT_NAME] = {HEARTBEAT_FIELD: PROTOCOL}
+        seen = []
+        for _ in range(3):
+            plugin.look()
+            seen.append(len(plugin._ready))
+        assert seen == [1, 2, 2]
+        del s.workers[a.address].metrics[HEARTBEAT_NAME]
+        for _ in range(2):
+            plugin.look()
+        assert {ws.address for ws in plugin._ready} == {b.address}
+        await plugin.close()
