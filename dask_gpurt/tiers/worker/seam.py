@@ -140,8 +140,8 @@ class WorkerSeam:
 
     def _renames(self, key: Key) -> Key | None:
         ts = self._worker.state.tasks.get(key)
-        spec = None if ts is None else ts.run_spec
-        return spec.target if type(spec) is Alias else None
+        spec: object = None if ts is None else ts.run_spec
+        return spec.target if isinstance(spec, Alias) else None
 
     def _check(self) -> None:
         worker = self._worker
