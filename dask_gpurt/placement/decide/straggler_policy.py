@@ -29,7 +29,8 @@ A task is never copied when it
 * writes, by its name (``to-parquet``, ``store-map``, ``process_and_upload``, ...): two copies *at the same time* may
   write into one file, which running again after a loss does not;
 * belongs to a P2P shuffle, which sends shards as it runs, or is next to its barrier;
-* is an actor, needs resources, or was running when a worker died (it may be what kills them);
+* is an actor or reads one (what it has the actor do would be done twice), needs resources, or was running when a worker
+  died (it may be what kills them);
 * has a second copy already, or no idle worker may run it.
 """
 
@@ -160,4 +161,5 @@ def forbidden(ts: TaskState) -> str | None:
                 break
             if _is_barrier(other):
                 return "shuffle"
-    return None
+    # Of all inputs: each copy calls the methods of the one actor, whose state changes twice.
+    return "actor" if any(d.actor for d in ts.dependencies) else None

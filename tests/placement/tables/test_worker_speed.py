@@ -196,6 +196,7 @@ def candidate(**kw: Any) -> Any:
         (None, {"annotations": {"gpurt_rerun": True, "priority": 1}}),
         ("annotated", {"annotations": {"gpurt_rerun": False}}),
         ("actor", {"actor": True}),
+        ("actor", {"dependencies": [*(candidate() for _ in range(100)), candidate(actor=True)]}),
         ("resources", {"resource_restrictions": {"GPU": 1}}),
         ("suspicious", {"suspicious": 1}),
         ("no recipe", {"run_spec": None}),
