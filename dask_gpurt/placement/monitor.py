@@ -309,6 +309,8 @@ class Monitor:
             + self.stealing.in_flight.get(info.ws, 0)
             < info.ws.nthreads
         ]
+        # With the home, which has the inputs and runs the task: of others none may be left.
+        free = [info for info in engine.tables.devices.able(ts, [home, *free]) if info is not home]
         prefix = engine.durations.known(ts)
         if not free or prefix is None or prefix.seconds is None:
             return

@@ -1,15 +1,16 @@
-"""`Monitor`: tasks that wait on a slow worker are looked at a few at a time, the last of its queue first."""
+"""`Monitor`: which tasks of a slow worker it looks at, the last of its queue first; where it starts second copies."""
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pytest
 
 from dask_gpurt.placement import monitor
 from dask_gpurt.placement.monitor import LOOKED, MOVES, Monitor
-
-if TYPE_CHECKING:
-    import pytest
+from tests.placement.fakes import FakeTask, FakeWorker, assign, learn, make_engine
 
 
 class Task:
@@ -72,3 +73,31 @@ def test_the_end_of_a_very_long_queue_is_sought_more_rarely(monkeypatch: pytest.
 def test_so_many_are_asked_back(monkeypatch: pytest.MonkeyPatch) -> None:
     s = Script(monkeypatch, "other")
     assert s.moved == s.tasks[-3 : -3 - MOVES : -1]
+
+
+@pytest.mark.parametrize("kind", ["cudf.core.dataframe.DataFrame", "pandas.core.frame.DataFrame"])
+def test_a_copy_that_reads_device_values_goes_to_no_worker_without_a_device(kind: str) -> None:
+    home, cpu = workers = [FakeWorker(i) for i in range(2)]
+    engine = make_engine(workers)
+    for ws in workers:
+        said: Any = SimpleNamespace(address=ws.address, metrics={"gpurt": {"device_possible": ws is home}})
+        engine.tables.devices.look(said)
+    learn(engine, "f", 0.1)
+    x: Any = FakeTask("x", nbytes=10, on=(home,))
+    x.type, x.run_spec = kind, object()
+    ts: Any = FakeTask("f-0", x)
+    ts.state, ts.annotations, ts.resource_restrictions, ts.suspicious = "processing", None, None, 0
+    ts.run_spec, ts._queueable = object(), True
+    assign(engine, ts, home)
+    engine.scheduler.valid_workers = lambda ts: None
+    started: list[Any] = []
+    copies: Any = SimpleNamespace(
+        copies={}, gained=Counter(), per_worker=Counter(), start=lambda ts, ws: started.append(ws)
+    )
+    nothing: Any = None
+    info = engine.workers.by_address[home.address]
+    info.speed.observe("f", 4.0)
+    info.speed.observe("f", 4.0)
+    stealing: Any = SimpleNamespace(in_flight={})
+    Monitor(engine, nothing, stealing, copies)._copy(1.0, ts, info, spare=False)
+    assert started == ([] if kind.startswith("cudf") else [cpu])
