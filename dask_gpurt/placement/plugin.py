@@ -27,7 +27,6 @@ from dask_gpurt.placement.monitor import Monitor
 from dask_gpurt.placement.takeover.fetch_sources import FetchSources
 from dask_gpurt.placement.takeover.observe_stock import watch
 from dask_gpurt.placement.takeover.prompt_messages import PromptMessages
-from dask_gpurt.placement.takeover.replica_drops import ReplicaDrops
 from dask_gpurt.placement.takeover.root_queue import RootQueue
 from dask_gpurt.placement.takeover.seam import Seam
 from dask_gpurt.placement.takeover.speculation import Speculation
@@ -79,7 +78,6 @@ class PlacementPlugin(SchedulerPlugin):
         self.engine: Engine | None = None
         self.seam: Seam | None = None
         self.stealing: Stealing | None = None
-        self.replicas: ReplicaDrops | None = None
         self.routes: FetchSources | None = None
         #: None also when second copies are switched off
         self.copies: Speculation | None = None
@@ -138,8 +136,6 @@ class PlacementPlugin(SchedulerPlugin):
         engine.on_retired = self._retired
         self.stealing = Stealing(scheduler, seam)
         self.stealing.install(engine.thief)
-        self.replicas = ReplicaDrops(scheduler, seam)
-        self.replicas.install()
         self.routes = FetchSources(scheduler, seam, engine.zones)
         self.routes.install()
         if self.settings.stragglers:
@@ -152,10 +148,10 @@ class PlacementPlugin(SchedulerPlugin):
 
     def uninstall(self) -> None:
         """Give the scheduler back as it was. Safe to call at any time, also twice."""
-        for part in (self.monitor, self.messages, self.copies, self.routes, self.replicas, self.stealing, self.seam):
+        for part in (self.monitor, self.messages, self.copies, self.routes, self.stealing, self.seam):
             if part is not None:
                 (part.stop if isinstance(part, Monitor) else part.uninstall)()
-        self.monitor = self.messages = self.copies = self.routes = self.replicas = self.stealing = None
+        self.monitor = self.messages = self.copies = self.routes = self.stealing = None
         self.engine = None
 
     async def close(self) -> None:
@@ -194,8 +190,8 @@ class PlacementPlugin(SchedulerPlugin):
         ``governor`` (standing, reason, trials, robust predicted against actual per prefix), ``graph_judge`` (whole
         graphs: those left to stock and why, in words; see `GraphJudge.statistics`), ``shadow`` (in shadow mode:
         agreement, predicted gains), ``stealing`` (opinions, tasks asked back from slow workers), ``copies`` of
-        stragglers by what became of them, ``messages_early`` (to idle workers), ``replicas`` named for dropping;
-        ``exceptions``, ``last_traceback``, ``retired`` (part -> reason). Only ``installed: false`` after `uninstall`.
+        stragglers by what became of them, ``messages_early`` (to idle workers); ``exceptions``, ``last_traceback``,
+        ``retired`` (part -> reason). Only ``installed: false`` after `uninstall`.
         """
         if self.engine is None or self.seam is None:
             return {"installed": False}
@@ -218,9 +214,6 @@ class PlacementPlugin(SchedulerPlugin):
             },
             "messages_early": 0 if self.messages is None else self.messages.early,
             "routes_shortened": 0 if self.routes is None else self.routes.shortened,
-            "replicas": None
-            if self.replicas is None or self.replicas.policy is None
-            else {"named": self.replicas.policy.named, "not_the_fullest": self.replicas.policy.otherwise},
             "fallbacks": fallbacks,
             "exceptions": sum(p.fallbacks["exception"] for p in parts.values()),
             "last_traceback": next((p.last_traceback for p in parts.values() if p.last_traceback), None),

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 from distributed import Worker
-from distributed.active_memory_manager import ReduceReplicas
-from distributed.core import Status
 from distributed.scheduler import Scheduler
 from distributed.utils_test import NO_AMM, gen_cluster, slowinc
 
@@ -21,7 +19,7 @@ from dask_gpurt.placement.bookkeeping import Bookkeeping
 from dask_gpurt.placement.engine import Engine
 from dask_gpurt.placement.evaluate import governor, shadow_stats
 from dask_gpurt.placement.plugin import PlacementPlugin
-from dask_gpurt.placement.takeover import fetch_sources, replica_drops
+from dask_gpurt.placement.takeover import fetch_sources
 from tests.placement.clusters import EXPECTED, FOUR, install, tree, until
 from tests.placement.fakes import SETTINGS
 
@@ -172,7 +170,6 @@ FAULTS = [
     (Engine, "worker_removed"),
     (Bookkeeping, "restarted"),
     (monitor.Monitor, "round"),
-    (replica_drops.WorstReplicas, "_name"),
     (fetch_sources.FetchSources, "_shorten"),
 ]
 
@@ -197,7 +194,7 @@ def test_faults_everywhere(monkeypatch: pytest.MonkeyPatch, owner: type, name: s
                 plugin.engine.measured(plugin.engine.workers.by_address[w.address], trip)
         async with Worker(s.address, nthreads=1):
             assert await tree(c) == EXPECTED
-            # Something to steal, and something with more replicas than needed.
+            # Something to steal.
             x = await c.scatter(1, workers=[workers[0].address])
             ys = [
                 c.submit(slowinc, x, delay=0.02, workers=[workers[0].address], allow_other_workers=True, pure=False)
@@ -214,9 +211,6 @@ def test_faults_everywhere(monkeypatch: pytest.MonkeyPatch, owner: type, name: s
                 s.get_comm_cost(s.tasks[x.key], s.workers[workers[1].address])
             assert sum(await c.gather(ys)) == 24
             assert sum(await c.gather(roots)) == sum(range(1, 41))
-            if name == "_name":
-                await c.replicate(x, 4)
-                s.extensions["amm"].run_once()
         assert set(s.workers) == {w.address for w in workers}, "no worker was lost"
         if name == "restarted":
             await plugin_restart(plugin, s)
@@ -253,53 +247,6 @@ def test_detach_restores_every_attribute(settings: PlacementSettings) -> None:
         assert await tree(c, 16) == sum(range(1, 17))
 
     run()
-
-
-def test_the_worst_replica_goes() -> None:
-    @gen_cluster(
-        client=True,
-        nthreads=FOUR,
-        config={"distributed.scheduler.active-memory-manager.start": False},
-    )
-    async def run(c: Any, s: Scheduler, *workers: Worker) -> None:
-        plugin = await install(s)
-        amm = s.extensions["amm"]
-        assert not any(type(p) is ReduceReplicas for p in amm.policies)
-        x = (await c.scatter([b"x" * 100_000]))[0]
-        await c.replicate(x, 4)
-        ts = s.tasks[x.key]
-        assert len(ts.who_has or ()) == 4
-        assert plugin.replicas is not None
-        policy = plugin.replicas.policy
-        assert policy is not None
-        tiers = {w.address: i for i, w in enumerate(workers)}
-        policy._residence = lambda key, address: tiers[address]
-        amm.run_once()
-        await until(lambda: len(ts.who_has or ()) == 1)
-        assert {ws.address for ws in ts.who_has or ()} == {workers[0].address}, "the best tier keeps it"
-        assert policy.named == 3
-        assert plugin.statistics()["replicas"]["named"] == 3
-
-    run()
-
-
-def test_badness() -> None:
-    class Memory:
-        def __init__(self, managed: int, spilled: int) -> None:
-            self.managed, self.spilled = managed, spilled
-
-    class Holder:
-        def __init__(self, managed: int, spilled: int, limit: int, status: Status = Status.running) -> None:
-            self.memory, self.memory_limit, self.status = Memory(managed, spilled), limit, status
-
-    idle = Holder(100, 0, 1000)
-    spilling = Holder(100, 300, 1000)
-    paused = Holder(100, 0, 1000, Status.paused)
-    small = Holder(100, 0, 200)
-    rank = [replica_drops.badness(h, None, 100) for h in (idle, small, spilling, paused)]
-    assert rank == sorted(rank)
-    assert len(set(rank)) == 4
-    assert replica_drops.badness(idle, 3, 100) > replica_drops.badness(spilling, 1, 100)
 
 
 def test_workers_fetch_from_near_holders() -> None:

@@ -348,8 +348,6 @@ SCHEDULER: tuple[Figure, ...] = (
     status("placement.copies.forbidden.*", "count", "Stragglers that must not run twice, by reason"),
     status("placement.messages_early", "count", "Messages to idle workers that did not wait for Dask's interval"),
     status("placement.routes_shortened", "count", "Tasks sent with near holders only"),
-    status("placement.replicas.named", "count", "Replicas named for dropping"),
-    status("placement.replicas.not_the_fullest", "count", "Of those, by other reasons than the fullest worker"),
     status("placement.links.*.dropped", "count", "Transfers of no time or of impossible size, not learned from"),
     status("placement.prefixes", "count", "Kinds of task whose duration is known"),
     status("placement.tables.*", "count", "Entries of its tables"),
