@@ -107,7 +107,8 @@ class Monitor:
         self.rounds = 0
         # Looked up at each call, so that a simulator can exchange it.
         self._clock = clock or (lambda: time.time())
-        self._at = 0
+        #: where the next round goes on: among all workers, and among the slow ones
+        self._at = self._slow_at = 0
         self._callback: PeriodicCallback | None = None
 
     def start(self) -> None:
@@ -250,7 +251,13 @@ class Monitor:
     def _rescue(self) -> None:
         engine = self.engine
         moves = 0
-        for home in engine.speeds.slow:
+        slow, start = engine.speeds.slow, self._slow_at
+        began = time.perf_counter()
+        for n in range(len(slow)):
+            self._slow_at = (start + n) % len(slow)
+            if time.perf_counter() - began > LIMIT_SECONDS:
+                return  # where half of thousands of workers are slow, each with a queue, it would be seconds
+            home = slow[self._slow_at]
             ws = home.ws
             if len(ws.processing) - len(ws.long_running) <= ws.nthreads:
                 continue
@@ -268,6 +275,7 @@ class Monitor:
                 thief = engine.steal_policy.choose(ts, others, self.stealing.in_flight, valid, busy=True)
                 if thief is not None and thief is not STOCK and self.stealing.request(ts, thief):
                     moves += 1
+        self._slow_at = 0
 
     def _some(self, home: WorkerInfo, idle: bool = False) -> list[WorkerInfo]:
         """A few other workers: those with a free thread (`idle`), or faster ones."""

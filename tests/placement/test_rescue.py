@@ -75,6 +75,36 @@ def test_so_many_are_asked_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert s.moved == s.tasks[-3 : -3 - MOVES : -1]
 
 
+def test_a_round_that_takes_long_goes_on_at_the_next_slow_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of ten thousand workers may be slow, and each has a queue: all of them at once would block the loop."""
+    now = [0.0]
+    monkeypatch.setattr(monitor, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    slow = [
+        SimpleNamespace(
+            ws=SimpleNamespace(processing={Task(i): None, Task(i): None}, executing={}, long_running=set(), nthreads=1)
+        )
+        for i in range(5)
+    ]
+    looked: list[int] = []
+
+    def choose(ts: Task, *args: Any, **kwargs: Any) -> None:
+        looked.append(ts.priority[0])
+        now[0] += monitor.LIMIT_SECONDS / 3
+
+    engine: Any = SimpleNamespace(
+        speeds=SimpleNamespace(slow=slow),
+        scheduler=SimpleNamespace(valid_workers=lambda ts: None),
+        steal_policy=SimpleNamespace(choose=choose),
+    )
+    nothing: Any = None
+    patrol = Monitor(engine, nothing, SimpleNamespace(in_flight={}), None)  # type: ignore[arg-type]
+    monkeypatch.setattr(patrol, "_some", lambda home, idle=False: [Other()])
+    patrol._rescue()
+    assert looked == [0, 0, 1, 1]
+    patrol._rescue()
+    assert looked[4:] == [2, 2, 3, 3]
+
+
 @pytest.mark.parametrize("kind", ["cudf.core.dataframe.DataFrame", "pandas.core.frame.DataFrame"])
 def test_a_copy_that_reads_device_values_goes_to_no_worker_without_a_device(kind: str) -> None:
     home, cpu = workers = [FakeWorker(i) for i in range(2)]
