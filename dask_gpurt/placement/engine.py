@@ -25,7 +25,7 @@ from dask_gpurt.placement.decide.decision import Decision, Declined
 from dask_gpurt.placement.decide.policy import Cheapest
 from dask_gpurt.placement.decide.root_blocks import RootBlocks
 from dask_gpurt.placement.decide.root_dispatch import RootDispatch
-from dask_gpurt.placement.decide.steal_cost import StealCost
+from dask_gpurt.placement.decide.steal_cost import MAX_PRICED_INPUTS, StealCost
 from dask_gpurt.placement.decide.steal_policy import STOCK, StealPolicy, Stock
 from dask_gpurt.placement.evaluate import governor_samples
 from dask_gpurt.placement.evaluate.decision_log import DecisionLog
@@ -96,6 +96,9 @@ class Engine:
         #: an operator has Dask decide, see `model.safe_mode`
         self.safe = False
         self._turn = 0
+        #: the task, and number of transitions, for which stealing asked last, and whether placement answers
+        self._asked: tuple[Hashable, int] | None = None
+        self._priced = False
 
         self.tables = tables = Tables(scheduler, clock)
         self.workers, self.durations, self.links = tables.workers, tables.durations, tables.links
@@ -312,7 +315,13 @@ class Engine:
 
     def comm_cost(self, ts: TaskState, ws: WorkerState) -> float | None:
         """Seconds to bring a task's missing inputs to a worker, see `StealCost`; None to leave it to Dask."""
-        if not self.knows_more(ts) or self.retired:
+        if self.retired or len(ts.dependencies) > MAX_PRICED_INPUTS:
+            return None
+        # Stealing asks for one task and every idle worker in turn: its inputs are looked at once.
+        asked = ts.key, self.scheduler.transition_counter
+        if asked != self._asked:
+            self._asked, self._priced = asked, self.knows_more(ts)
+        if not self._priced:
             return None
         return self.steal_cost.comm_cost(ts, ws)
 

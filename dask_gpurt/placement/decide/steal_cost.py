@@ -32,7 +32,7 @@ class StealCost:
         self._located: list[tuple[Collection[Any], int, set[Node], float]] = []
 
     def comm_cost(self, ts: TaskState, ws: WorkerState) -> float | None:
-        """Seconds to bring a task's missing inputs to a worker; None: use Dask's own estimate.
+        """Seconds to bring a task's missing inputs (not too many) to a worker; None: use Dask's own estimate.
 
         The slowest kind of link in use is priced at `Scheduler.bandwidth`. Measured links are used only for what Dask
         does not know: how much less a neighbour costs, and the latency of each fetch.
@@ -45,7 +45,7 @@ class StealCost:
         by_address = tables.workers.by_address
         info = by_address.get(ws.address)
         deps = ts.dependencies
-        if info is None or info.ws is not ws or len(deps) > MAX_PRICED_INPUTS:
+        if info is None or info.ws is not ws:
             return None
         self.given += 1
         # Stealing asks for one task and every idle worker in turn. What does not depend on the worker is kept until

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from dask_gpurt.placement import statistics
+from dask_gpurt.placement.decide.steal_cost import MAX_PRICED_INPUTS
 from dask_gpurt.placement.tables import disk_residency
 from dask_gpurt.placement.tables.disk_residency import PINNED_BYTES_PER_SECOND, READ_BYTES_PER_SECOND, DiskResidency
 from dask_gpurt.simulate import simulate
@@ -85,6 +86,23 @@ def test_fetching_from_a_disk_waits_for_that_disk() -> None:
     engine.residence.heard(a.address, [("x", 1e9)], ())
     after = engine.comm_cost(FakeTask("f-1", x), b)
     assert after == pytest.approx(before + 0.5)
+
+
+def test_stealing_that_asks_for_every_idle_worker_looks_at_the_inputs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = [FakeWorker(i) for i in range(10)]
+    engine = make_engine(workers)
+    asked: list[FakeTask] = []
+
+    def knows_more(ts: FakeTask) -> bool:
+        asked.append(ts)
+        return True
+
+    monkeypatch.setattr(engine, "knows_more", knows_more)
+    inputs = [FakeTask(f"x-{i}", nbytes=10**6, on=(workers[0],)) for i in range(MAX_PRICED_INPUTS + 1)]
+    few, many = FakeTask("f-0", *inputs[1:]), FakeTask("f-1", *inputs)
+    assert all(engine.comm_cost(few, ws) for ws in workers[1:])
+    assert all(engine.comm_cost(many, ws) is None for ws in workers)
+    assert asked == [few], "of so many inputs the price is Dask's"
 
 
 def test_forgotten_with_the_tasks_and_the_worker() -> None:
