@@ -29,15 +29,14 @@ def of(engine: Engine) -> dict[str, Any]:
         },
         "declined": {str(reason): n for reason, n in engine.declined.items()},
         "prices": engine.steal_cost.given,
-        #: blocks cut, root tasks given to the owner of their block, blocks split for idle workers, offers not made to
-        #: workers with no memory left, and root tasks that were not queued as they are tiny
+        #: blocks cut, root tasks given to the owner of their block, blocks split for idle workers, and root tasks that
+        #: were not queued as they are tiny
         "roots": {
             "groups": engine.groups.cut,
             "pulled": engine.groups.pulled,
             "split": engine.groups.split,
             "declined": engine.groups.declined,
             "dissolved": engine.groups.dissolved,
-            "spared": engine.root_dispatch.spared,
             "at_once": engine.root_dispatch.tiny.given,
         },
         "microseconds": engine.budget.statistics(),

@@ -309,7 +309,6 @@ SCHEDULER: tuple[Figure, ...] = (
     status("placement.roots.dissolved", "count", "Times that blocks were given up because one held too much memory"),
     status("placement.roots.split", "count",
         "Times that an idle worker took half of another one's block of root tasks"),
-    status("placement.roots.spared", "count", "Root tasks not offered to a worker with no memory left"),
     status("placement.roots.at_once", "count", "Root tasks that were not queued, as a queue cost more than it gained"),
     status("placement.microseconds.over_budget", "count", "Times that decisions were left to Dask for a while"),
     status("placement.microseconds.given_up", "count", "Decisions that took longer than their budget, left to Dask"),

@@ -5,8 +5,6 @@ own choice.
 
 * `held`: a root waits for its owner when only workers on other nodes are free and the owner is at work. A root there
   would cost the transfer of its result.
-* `pull` gives no root to a worker whose memory is full (`_too_full`). It is full when the others, who have room, would
-  run all roots before this worker had written one result to disk.
 * `better_left`: the last roots are not queued behind busy threads; the first free thread gets them. Nor are long roots,
   where that would delay tasks that depend on the root before.
 * An input that a root needs, and that a neighbour is fetching from another zone, is waited for (`zone_cost`).
@@ -22,7 +20,6 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model.link import LinkClass
-from dask_gpurt.placement.decide.policy import WEIGHTS
 from dask_gpurt.placement.decide.root_cuts import Member
 from dask_gpurt.placement.decide.root_lateness import Lateness
 from dask_gpurt.placement.decide.root_times import AHEAD_SHARE, ROUND_TRIP_SECONDS, RootTimes
@@ -56,15 +53,13 @@ AHEAD_SECONDS = 0.05
 LONG_SECONDS = 0.2
 #: a root whose result is sent in this share of its time is not worth waiting for its owner
 CHEAP = 0.25
-#: share of the workers that may be idle while one with no memory left is not given roots
-MOSTLY = 0.75
 #: a worker that takes so many times as long as usual is not waited for
 SLOW = 1.5
 #: a root is held for so long at most, in seconds, or as many roots as this take, if that is longer
 PATIENCE_SECONDS, PATIENCE = 5.0, 4.0
 #: dependents of a root that are looked at
 FOLLOWERS = 4
-#: idle workers looked at, to find whether all are too full, and which is the least busy
+#: idle workers looked at, to find which is the least busy
 LOOKED_AT = 16
 #: workers with a free thread that are offered roots besides those that have just finished a task
 ASKED = 8
@@ -102,8 +97,6 @@ class RootDispatch:
         self._freed: dict[WorkerInfo, None] = {}
         #: the same, noted while they may get roots ahead: roots are short, or what they have in hand is
         self._ended: dict[WorkerInfo, None] = {}
-        #: roots that a worker was not given because it would have spilled their results
-        self.spared = 0
         #: key of the root that was held last, and since when
         self._waiting: tuple[Any, float] = None, 0.0
         #: workers in the order in which blocks are given out; None: to be sorted anew
@@ -181,9 +174,6 @@ class RootDispatch:
         """The queued root task that a worker with a free slot should run; None: none in particular."""
         tables = self._tables
         info = tables.workers.by_address.get(ws.address)
-        if info is not None and self._too_full(info):
-            self.spared += 1
-            return None
         node = None if info is None else info.node.name
         scheduler, pull = tables.scheduler, self._groups.pull
         head = scheduler.queued.peek()
@@ -201,7 +191,7 @@ class RootDispatch:
         tables = self._tables
         info = tables.workers.by_address.get(ws.address)
         head = tables.scheduler.queued.peek()
-        if info is None or self._groups.waits(head) or self._too_full(info) or self._crosses_again(head, info):
+        if info is None or self._groups.waits(head) or self._crosses_again(head, info):
             return None
         return head
 
@@ -224,14 +214,8 @@ class RootDispatch:
         """Whether a queued root, which an idle worker could run, should be left to its owner."""
         tables = self._tables
         owner = self._groups.owner(ts.key)
-        by_address = tables.workers.by_address
-        info = None if owner is None else by_address.get(owner)
-        if info is None:
-            return False
-        if not (self._at_work(info) and not self._cheap()) and not all(
-            (w := by_address.get(ws.address)) is not None and self._too_full(w)
-            for ws in islice(tables.scheduler.idle_task_count, LOOKED_AT)
-        ):
+        info = None if owner is None else tables.workers.by_address.get(owner)
+        if info is None or not self._at_work(info) or self._cheap():
             return False
         # All that is behind the head of the queue waits with it, so not for ever: what its owner runs may take hours.
         now = tables.clock()
@@ -292,19 +276,6 @@ class RootDispatch:
         """Whether a worker will soon finish a task, upon which slots are given out again."""
         ws = info.ws
         return info.slowness < SLOW and worker_facts.is_running(ws) and len(ws.processing) > len(ws.long_running)
-
-    def _too_full(self, info: WorkerInfo) -> bool:
-        """Whether a worker would spill the result of one more root, and others will have run all roots before that."""
-        seconds, nbytes = self._owned.seconds, self._owned.nbytes
-        over = info.ws.nbytes + info.reserved_bytes + nbytes - info.mark_bytes
-        if over <= 0:
-            return False
-        workers = self._tables.workers
-        if len(workers.idle.items) > MOSTLY * len(workers.all.items):
-            return False
-        s = self._tables.scheduler
-        rest = len(s.queued) * seconds / max(1, s.total_nthreads)
-        return min(over, nbytes) * WEIGHTS.overflow_seconds_per_byte > rest
 
     def quiet(self) -> bool:
         """Whether `hungry` would return no worker. Call while no slot is free: it forgets who finished tasks."""
@@ -384,7 +355,7 @@ class RootDispatch:
         tables = self._tables
         idle = tables.scheduler.idle_task_count
         owner = None if ts is None else tables.workers.by_address.get(self._groups.owner(ts.key) or "")
-        if owner is not None and owner.ws in idle and not self._too_full(owner) and not self._crosses_again(ts, owner):
+        if owner is not None and owner.ws in idle and not self._crosses_again(ts, owner):
             return [owner.ws]  # of many idle workers it was not among those that were asked
         if self._none_ahead():
             found = self._free()  # the others come for theirs themselves

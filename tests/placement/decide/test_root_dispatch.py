@@ -8,7 +8,6 @@ import pytest
 from distributed.core import Status
 
 from dask_gpurt.model import circuit_breaker
-from dask_gpurt.placement import statistics
 from dask_gpurt.placement.decide import root_dispatch
 from dask_gpurt.placement.decide.root_blocks import Block, RootBlocks
 from dask_gpurt.placement.decide.root_cuts import Member
@@ -114,31 +113,6 @@ def test_a_retired_policy_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     assert not engine.held(root)
     assert engine.pull(a) is None
     assert engine.root_dispatch.hungry() == []
-
-
-def test_a_full_worker_is_spared_while_others_have_room() -> None:
-    engine, workers = rig(4, memory_limit=10 * GB)
-    a = workers[0]
-    roots = own(engine, a, 2)
-    learn(engine, "done", 0.1, GB)
-    for ws in workers[1:]:
-        assign(engine, FakeTask(f"busy-{ws.address}"), ws)
-    engine.root_dispatch.root_done(engine.workers.all.items[0], 0.1, GB)
-    assert engine.pull(a) is roots[0]
-    a.nbytes = 6 * GB
-    assert engine.pull(a) is None
-    assert statistics.of(engine)["roots"]["spared"] == 1
-    engine.scheduler.queued.extend([roots[0]] * 1000)
-    assert engine.pull(a) is roots[0], "so many are left that it is worth writing"
-
-
-def test_a_full_worker_goes_on_when_nobody_else_is_at_work() -> None:
-    engine, workers = rig(4, memory_limit=10 * GB)
-    a = workers[0]
-    roots = own(engine, a, 2)
-    engine.root_dispatch.root_done(engine.workers.all.items[0], 0.1, GB)
-    a.nbytes = 6 * GB
-    assert engine.pull(a) is roots[0]
 
 
 def test_who_only_waits_for_inputs_is_hungry() -> None:
