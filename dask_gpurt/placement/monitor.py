@@ -328,9 +328,15 @@ class Monitor:
         )
         far = engine.links.link(LinkClass.NETWORK)
         task = TaskView(prefix.seconds, prefix.output_bytes)
-        there, best = min(
-            ((finish_seconds(task, view, far)[0], i) for i, view in enumerate(views)), key=lambda pair: pair[0]
-        )
+        # Not beyond a memory mark: a task that is late as it takes more memory than others would fill a second worker.
+        ends = [
+            (finish_seconds(task, view, far)[0], i)
+            for i, view in enumerate(views)
+            if view.near_bytes + view.far_bytes + task.output_bytes <= view.room_bytes
+        ]
+        if not ends:
+            return
+        there, best = min(ends)
         here = prefix.seconds * home.speed.measured_slowness(name)
         if straggler_policy.pays(run, here, there, spare and not straggler_policy.named_by_program(ts)):
             copies.start(ts, free[best].ws)

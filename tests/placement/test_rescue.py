@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from types import SimpleNamespace
-from typing import Any
-
-import pytest
+from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.placement import monitor
 from dask_gpurt.placement.monitor import LOOKED, MOVES, Monitor
 from tests.placement.fakes import FakeTask, FakeWorker, assign, learn, make_engine
+
+if TYPE_CHECKING:
+    import pytest
 
 
 class Task:
@@ -105,20 +106,21 @@ def test_a_round_that_takes_long_goes_on_at_the_next_slow_worker(monkeypatch: py
     assert looked[4:] == [2, 2, 3, 3]
 
 
-@pytest.mark.parametrize("kind", ["cudf.core.dataframe.DataFrame", "pandas.core.frame.DataFrame"])
-def test_a_copy_that_reads_device_values_goes_to_no_worker_without_a_device(kind: str) -> None:
-    home, cpu = workers = [FakeWorker(i) for i in range(2)]
+def copied(kind: str = "list", device: bool = True, limit: int = 0, held: int = 0) -> bool:
+    """Whether a task that is late on a slow worker is copied to the other one: without a device, or with data there."""
+    home, other = workers = [FakeWorker(i, memory_limit=limit) for i in range(2)]
     engine = make_engine(workers)
     for ws in workers:
-        said: Any = SimpleNamespace(address=ws.address, metrics={"gpurt": {"device_possible": ws is home}})
+        said: Any = SimpleNamespace(address=ws.address, metrics={"gpurt": {"device_possible": device or ws is home}})
         engine.tables.devices.look(said)
     learn(engine, "f", 0.1)
-    x: Any = FakeTask("x", nbytes=10, on=(home,))
+    x: Any = FakeTask("x", nbytes=1000, on=(home,))
     x.type, x.run_spec = kind, object()
     ts: Any = FakeTask("f-0", x)
     ts.state, ts.annotations, ts.resource_restrictions, ts.suspicious = "processing", None, None, 0
     ts.run_spec, ts._queueable = object(), True
     assign(engine, ts, home)
+    other.nbytes = held
     engine.scheduler.valid_workers = lambda ts: None
     started: list[Any] = []
     copies: Any = SimpleNamespace(
@@ -130,4 +132,16 @@ def test_a_copy_that_reads_device_values_goes_to_no_worker_without_a_device(kind
     info.speed.observe("f", 4.0)
     stealing: Any = SimpleNamespace(in_flight={})
     Monitor(engine, nothing, stealing, copies)._copy(1.0, ts, info, spare=False)
-    assert started == ([] if kind.startswith("cudf") else [cpu])
+    assert started in ([], [other])
+    return bool(started)
+
+
+def test_a_copy_that_reads_device_values_goes_to_no_worker_without_a_device() -> None:
+    assert copied("pandas.core.frame.DataFrame", device=False)
+    assert not copied("cudf.core.dataframe.DataFrame", device=False)
+    assert copied("cudf.core.dataframe.DataFrame", device=True)
+
+
+def test_a_copy_goes_to_no_worker_that_has_no_room_for_its_inputs() -> None:
+    assert copied(limit=10_000)
+    assert not copied(limit=10_000, held=9_900)
