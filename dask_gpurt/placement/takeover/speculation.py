@@ -18,7 +18,8 @@ How it works, and why that is safe with distributed's state machines:
    with a second ``free-keys``. That could reach the worker after it has fetched the same key as the input of a
    dependent. The message is not swallowed when the task is assigned to that worker again: then stock needs it, and
    starts the task anew.
-5. *An error of the second copy* ends only that copy. An error of the first is the task's, as always.
+5. *An error of the second copy* ends only that copy. An error of the first is the task's, as always. After an error, or
+   the death of its worker, the task has no further copy: it may be what fails, or kills, one worker after the other.
 6. *The first worker dies.* Stock assigns the task anew. The second copy stays: its result counts by rule 3, wherever
    the task is assigned by then. If that is the second worker itself, the copy is *adopted*: from then on only its run
    id is accepted as the task's, and nothing is freed. *The second worker dies*: the copy is forgotten. The scheduler
@@ -42,6 +43,7 @@ would count as idle while it computes).
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +94,8 @@ class Speculation:
         self.counts: Counter[str] = Counter()
         #: prefix -> copies that won less those that lost
         self.gained: Counter[str] = Counter()
+        #: tasks of which a copy failed or went down with its worker: there is no other
+        self.failed: weakref.WeakSet[TaskState] = weakref.WeakSet()
         #: called with (key, address of the first copy, address of the second) when the second one has won
         self.on_won: Callable[[Hashable, str, str], None] = lambda key, first, second: None
         self._losers: dict[tuple[Hashable, str | None, int | None], None] = {}
@@ -173,6 +177,7 @@ class Speculation:
             or ts.processing_on is None
             or ts.processing_on is ws
             or ts.key in self.copies
+            or ts in self.failed
             or scheduler.workers.get(ws.address) is not ws
             or not all(d.who_has for d in ts.dependencies)
         ):
@@ -201,6 +206,8 @@ class Speculation:
         if copy is None:
             return
         self.counts[why] += 1
+        if why == "erred":
+            self.failed.add(copy.ts)
         if why == "lost":
             self.gained[copy.ts.prefix.name] -= 1
         if copy.adopted:
@@ -323,6 +330,7 @@ class Speculation:
     def worker_removed(self, address: str) -> None:
         """Forget the copies that ran on a worker that is gone."""
         for key in [k for k, c in self.copies.items() if c.address == address]:
+            self.failed.add(self.copies[key].ts)
             self._forget(key)
             self.counts["worker lost"] += 1
         for entry in [e for e in self._losers if e[1] == address]:
