@@ -175,11 +175,7 @@ class Monitor:
         if engine.speeds.uneven:
             self._rescue()
         if overdue and self.copies is not None and engine.workers.idle.items:
-            overdue.sort(key=lambda o: -o[0])
-            at_work = sum(min(len(info.ws.processing), info.ws.nthreads) for info in workers)
-            spare = engine.graph_judge.left <= at_work
-            for run, ts, info in overdue[:MOVES]:
-                self._copy(run, ts, info, spare)
+            self._stragglers(overdue)
         if scheduler.queued and (engine.speeds.refusing or engine.root_dispatch.impatient):
             scheduler.stimulus_queue_slots_maybe_opened(stimulus_id=f"gpurt-patrol-{now}")
 
@@ -295,17 +291,30 @@ class Monitor:
 
     # ------------------------------------------------------------------ 3: stragglers
 
-    def _copy(self, run: float, ts: TaskState, home: WorkerInfo, spare: bool) -> None:
+    def _stragglers(self, overdue: list[tuple[float, Any, WorkerInfo]]) -> None:
+        engine = self.engine
+        overdue.sort(key=lambda o: -o[0])
+        at_work = sum(min(len(info.ws.processing), info.ws.nthreads) for info in engine.workers.all.items)
+        spare = engine.graph_judge.left <= at_work
+        began = time.perf_counter()
+        weighed = 0
+        for run, ts, info in overdue:
+            # Tasks that must not run twice may go on for ever: they are not counted, or no other would have its turn.
+            weighed += self._copy(run, ts, info, spare)
+            if weighed >= MOVES or time.perf_counter() - began > LIMIT_SECONDS:
+                return
+
+    def _copy(self, run: float, ts: TaskState, home: WorkerInfo, spare: bool) -> bool:
+        """Start a second copy of an overdue task if that pays; False if there must be none, or is one already."""
         engine, copies = self.engine, self.copies
-        if copies is None or ts.key in copies.copies or ts.state != "processing":
-            return
+        if copies is None or ts.key in copies.copies or ts in copies.failed or ts.state != "processing":
+            return False
         reason = straggler_policy.forbidden(ts)
+        if reason is None and copies.gained[ts.prefix.name] <= -straggler_policy.LOSSES:
+            reason = "copies have lost"
         if reason is not None:
             engine.forbade[reason] += 1
-            return
-        if copies.gained[ts.prefix.name] <= -straggler_policy.LOSSES:
-            engine.forbade["copies have lost"] += 1
-            return
+            return False
         valid = engine.scheduler.valid_workers(ts)
         free = [
             info
@@ -321,7 +330,7 @@ class Monitor:
         free = [info for info in engine.tables.devices.able(ts, [home, *free]) if info is not home]
         prefix = engine.durations.known(ts)
         if not free or prefix is None or prefix.seconds is None:
-            return
+            return True
         name = ts.prefix.name
         views = candidates.views(
             free, candidates.Inputs(ts.dependencies, engine.workers.by_address), engine.tables, name
@@ -335,8 +344,9 @@ class Monitor:
             if view.near_bytes + view.far_bytes + task.output_bytes <= view.room_bytes
         ]
         if not ends:
-            return
+            return True
         there, best = min(ends)
         here = prefix.seconds * home.speed.measured_slowness(name)
         if straggler_policy.pays(run, here, there, spare and not straggler_policy.named_by_program(ts)):
             copies.start(ts, free[best].ws)
+        return True

@@ -106,8 +106,11 @@ def test_a_round_that_takes_long_goes_on_at_the_next_slow_worker(monkeypatch: py
     assert looked[4:] == [2, 2, 3, 3]
 
 
-def copied(kind: str = "list", device: bool = True, limit: int = 0, held: int = 0) -> bool:
-    """Whether a task that is late on a slow worker is copied to the other one: without a device, or with data there."""
+def copied(kind: str = "list", device: bool = True, limit: int = 0, held: int = 0, forbidden: int = 0) -> bool:
+    """Whether a task that is late on a slow worker is copied to the other one.
+
+    That may have no device, and data already. As many tasks as are `forbidden` are later still, but must not run twice.
+    """
     home, other = workers = [FakeWorker(i, memory_limit=limit) for i in range(2)]
     engine = make_engine(workers)
     for ws in workers:
@@ -116,22 +119,29 @@ def copied(kind: str = "list", device: bool = True, limit: int = 0, held: int = 
     learn(engine, "f", 0.1)
     x: Any = FakeTask("x", nbytes=1000, on=(home,))
     x.type, x.run_spec = kind, object()
-    ts: Any = FakeTask("f-0", x)
-    ts.state, ts.annotations, ts.resource_restrictions, ts.suspicious = "processing", None, None, 0
-    ts.run_spec, ts._queueable = object(), True
-    assign(engine, ts, home)
+    tasks: list[Any] = [FakeTask(f"f-{i}", x) for i in range(forbidden + 1)]
+    for ts in tasks:
+        ts.state, ts.annotations, ts.resource_restrictions, ts.suspicious = "processing", None, None, 0
+        ts.run_spec, ts._queueable = object(), True
+        assign(engine, ts, home)
+    for ts in tasks[1:]:
+        ts.annotations = {"gpurt_rerun": False}
     other.nbytes = held
+    engine.scheduler.idle = {}
     engine.scheduler.valid_workers = lambda ts: None
     started: list[Any] = []
     copies: Any = SimpleNamespace(
-        copies={}, gained=Counter(), per_worker=Counter(), start=lambda ts, ws: started.append(ws)
+        copies={}, failed=set(), gained=Counter(), per_worker=Counter(), start=lambda ts, ws: started.append(ws)
     )
     nothing: Any = None
-    info = engine.workers.by_address[home.address]
-    info.speed.observe("f", 4.0)
-    info.speed.observe("f", 4.0)
+    slow = engine.workers.by_address[home.address]
+    slow.speed.observe("f", 4.0)
+    slow.speed.observe("f", 4.0)
     stealing: Any = SimpleNamespace(in_flight={})
-    Monitor(engine, nothing, stealing, copies)._copy(1.0, ts, info, spare=False)
+    patrol = Monitor(engine, nothing, stealing, copies)
+    late = [(1.0 + i, ts, slow) for i, ts in enumerate(tasks)]
+    patrol._look = lambda info, now, overdue: overdue.extend(late if info is slow else [])  # type: ignore[method-assign]
+    patrol.round()
     assert started in ([], [other])
     return bool(started)
 
@@ -145,3 +155,7 @@ def test_a_copy_that_reads_device_values_goes_to_no_worker_without_a_device() ->
 def test_a_copy_goes_to_no_worker_that_has_no_room_for_its_inputs() -> None:
     assert copied(limit=10_000)
     assert not copied(limit=10_000, held=9_900)
+
+
+def test_tasks_that_must_not_run_twice_keep_no_other_from_its_copy() -> None:
+    assert copied(forbidden=2 * MOVES)
