@@ -176,7 +176,9 @@ class Monitor:
             self._rescue()
         if overdue and self.copies is not None and engine.workers.idle.items:
             self._stragglers(overdue)
-        if scheduler.queued and (engine.speeds.refusing or engine.root_dispatch.impatient):
+        if not scheduler.queued:
+            engine.speeds.nothing_queued()
+        elif engine.speeds.refusing or engine.root_dispatch.impatient:
             scheduler.stimulus_queue_slots_maybe_opened(stimulus_id=f"gpurt-patrol-{now}")
 
     # ------------------------------------------------------------------ 1: suspicions

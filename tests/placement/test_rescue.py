@@ -159,3 +159,22 @@ def test_a_copy_goes_to_no_worker_that_has_no_room_for_its_inputs() -> None:
 
 def test_tasks_that_must_not_run_twice_keep_no_other_from_its_copy() -> None:
     assert copied(forbidden=2 * MOVES)
+
+
+def test_the_patience_with_a_slow_worker_ends_with_the_queue() -> None:
+    workers = [FakeWorker(i) for i in range(4)]
+    engine = make_engine(workers)
+    now = [100.0]
+    engine.speeds._clock = lambda: now[0]
+    slow = engine.workers.all.items[0]
+    slow.slowness = 10.0
+    engine.speeds.learned(slow)
+    assert not engine.speeds.worth(slow, 1)
+    nothing: Any = None
+    patrol = Monitor(engine, nothing, SimpleNamespace(in_flight={}), None)  # type: ignore[arg-type]
+    patrol._look = lambda info, now, overdue: None  # type: ignore[method-assign]
+    engine.scheduler.idle = {}
+    patrol.round()
+    # The next graph comes when the patience of the last one would be over.
+    now[0] += 100.0
+    assert not engine.speeds.worth(slow, 1)

@@ -80,6 +80,10 @@ class ClusterSpeed:
         """Whether a slow worker was refused a root task and has got none since."""
         return bool(self._refused)
 
+    def nothing_queued(self) -> None:
+        """Forget who was refused: what was left is done. For the next graph the patience begins anew."""
+        self._refused.clear()
+
     def refresh(self) -> None:
         """Take the sum of speeds and the median slowness anew. O(workers)."""
         workers = self._table.all.items
