@@ -380,7 +380,7 @@ class Engine:
         # Scattered data and futures of earlier graphs may be among the keys.
         fresh = [ts for k in keys if (ts := tasks.get(k)) is not None and ts.state == "released"]
         self.samples.graph_arrived(fresh)
-        if not self.leaves_roots():
+        if not (self.settings.shadow or self.leaves_roots()):  # blocks that no worker pulls from are only a cost
             self.root_dispatch.graph_arrived(fresh)
 
     def pull(self, ws: WorkerState, ahead: bool = False) -> TaskState | None:

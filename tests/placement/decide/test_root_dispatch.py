@@ -115,6 +115,20 @@ def test_a_retired_policy_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     assert engine.root_dispatch.hungry() == []
 
 
+@pytest.mark.parametrize("shadow", [False, True])
+def test_in_shadow_mode_no_blocks_are_cut(shadow: bool) -> None:
+    engine = make_engine([FakeWorker(i) for i in range(4)], shadow=shadow)
+    engine.graph_judge.enabled = False
+    engine.scheduler.is_rootish = lambda ts: True
+    roots: list[Any] = [FakeTask(f"r-{i}") for i in range(20)]
+    for i, t in enumerate(roots):
+        t.state, t.priority = "released", (0, 1, i)
+        t.worker_restrictions = t.host_restrictions = t.resource_restrictions = None
+        engine.scheduler.tasks[t.key] = t
+    engine.graph_arrived([t.key for t in roots])
+    assert len(engine.groups) == (0 if shadow else 20)
+
+
 def test_who_only_waits_for_inputs_is_hungry() -> None:
     engine, (a, b, *_) = rig()
     own(engine, a, 4)
