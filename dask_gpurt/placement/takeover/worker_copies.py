@@ -9,48 +9,50 @@ So a run that ends in *resumed* is answered as a task that raised ``Reschedule``
 and fetches. Without copies this state arises only when a cancelled key is asked for again on another worker. There the
 fetch is as right as the value, and telling the two cases apart would mean reading the state machine's log.
 
-Taken over: ``worker.execute``.
+Taken over: ``worker.handle_stimulus``.
 
-Rejected: tracking the scheduler's ``free-keys`` messages (another wrapper on every event, for a case that the final
-state already shows); keeping dependents off the loser (it never reports when a cancelled run has ended).
+Rejected: ``worker.execute``, whose end is handled one turn of the event loop after it has returned. Messages in between
+put the key to *resumed* after the check (seen: a dependent computed with the loser's value). Keeping dependents off
+the loser: it never reports when a cancelled run has ended.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from distributed.worker_state_machine import RescheduleEvent
+from distributed.worker_state_machine import ExecuteDoneEvent, RescheduleEvent
 
 from dask_gpurt.model.wrapped import Wrapped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable
 
     from distributed.worker import Worker
     from distributed.worker_state_machine import StateMachineEvent
 
 
 class WorkerCopies(Wrapped):
-    """Overrides ``execute`` on one worker."""
+    """Overrides how the ends of runs are handled on one worker."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         #: values of losing copies that were discarded
         self.discarded = 0
-        super().__init__(worker, "execute")
+        super().__init__(worker, "handle_stimulus")
 
     def _wrap(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         tasks = self._worker.state.tasks
 
-        async def execute(key: Hashable, *, stimulus_id: str) -> StateMachineEvent:
-            event = await stock(key, stimulus_id=stimulus_id)
-            ts = tasks.get(key)
-            if ts is not None and ts.state == "resumed" and ts.next == "fetch" and self._active:
-                self.discarded += 1
-                return RescheduleEvent(key=key, stimulus_id=stimulus_id)
-            return event
+        def handle_stimulus(*stims: StateMachineEvent) -> None:
+            # The end of a run comes alone.
+            if len(stims) == 1 and isinstance(event := stims[0], ExecuteDoneEvent) and self._active:
+                ts = tasks.get(event.key)
+                if ts is not None and ts.state == "resumed" and ts.next == "fetch":
+                    self.discarded += 1
+                    stims = (RescheduleEvent(key=event.key, stimulus_id=event.stimulus_id),)
+            stock(*stims)
 
-        return execute
+        return handle_stimulus
 
     def statistics(self) -> dict[str, int]:
         """Counts since the start, as plain JSON."""
