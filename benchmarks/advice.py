@@ -119,7 +119,7 @@ def spilling(path: str) -> list[Finding]:
 
 
 def _by_the_row(df: pd.DataFrame) -> pd.DataFrame:
-    time.sleep(1e-4 * len(df))
+    time.sleep(2e-4 * len(df))
     return df
 
 

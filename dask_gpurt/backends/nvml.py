@@ -116,7 +116,7 @@ def look() -> Snapshot:
                 cuda_of_runtime=_runtime(),
                 devices=tuple(_device(pynvml, i) for i in range(pynvml.nvmlDeviceGetCount())),
             )
-        except pynvml.NVMLError as e:
+        except (pynvml.NVMLError, AttributeError) as e:  # an older pynvml lacks names
             return Snapshot(f"NVML: {e}", cuda_of_runtime=_runtime())
         finally:
             with contextlib.suppress(pynvml.NVMLError):
@@ -136,7 +136,7 @@ def load(index: int) -> Load:
             return Load()
         try:
             return _load(pynvml, _asker(pynvml, pynvml.nvmlDeviceGetHandleByIndex(index)))
-        except pynvml.NVMLError:
+        except (pynvml.NVMLError, AttributeError):  # an older pynvml lacks names
             return Load()
         finally:
             with contextlib.suppress(pynvml.NVMLError):

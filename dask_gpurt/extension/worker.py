@@ -360,6 +360,12 @@ class GpurtWorker(WorkerPlugin):
             safe_mode.keep(worker, self.safe)
         try:
             parts = await WorkerParts.install(worker, self.settings)
+        except GpurtError as e:
+            # The plugin came from the scheduler: a worker that cannot follow must not take the cluster down. A worker
+            # that was asked directly (--preload on the worker) ends instead, see preload.py.
+            logger.error("dask-gpurt: this worker runs stock. %s", e)
+            raise
+        try:
             parts.tell_residence(self.residence)
             if parts.fetches is not None:
                 # The scheduler that sent this has the same settings, and listens.
@@ -367,10 +373,8 @@ class GpurtWorker(WorkerPlugin):
             if self.preflight:
                 parts.prove()
             parts.watch(self.quarantine)
-        except GpurtError as e:
-            # The plugin came from the scheduler: a worker that cannot follow must not take the cluster down. A worker
-            # that was asked directly (--preload on the worker) ends instead, see preload.py.
-            logger.error("dask-gpurt: this worker runs stock. %s", e)
+        except Exception:
+            await self.teardown(worker)  # else it says that it runs stock, and a detach finds nothing to take out
             raise
 
     async def teardown(self, worker: Worker) -> None:

@@ -24,7 +24,7 @@ from dask_gpurt import planning
 from dask_gpurt._version import __version__
 from dask_gpurt.config import Settings
 from dask_gpurt.errors import ConfigError, InstallError
-from dask_gpurt.extension import GpurtScheduler, on_worker
+from dask_gpurt.extension import GpurtScheduler, WorkerParts, on_worker
 from dask_gpurt.extension.delivery import Delivered
 from dask_gpurt.planning.held import HELD
 
@@ -119,6 +119,26 @@ def test_a_worker_with_another_environment_runs_stock(file: str, text: str, says
             assert client.submit(sum, [1, 2], workers="odd").result(timeout=60) == 3
         assert log.read_text().count("Start worker at") == 1
         assert re.search(rf"worker {odd} runs stock\. .*{says}", ours.running[0][1].read_text())
+
+
+def test_a_worker_whose_setup_fails_half_way_keeps_no_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says that it runs stock, so a detach has nothing to take out of it."""
+
+    def fails(parts: WorkerParts, wanted: bool) -> None:
+        if wanted:
+            raise RuntimeError("nothing can be said")
+
+    monkeypatch.setattr(WorkerParts, "tell_residence", fails)
+    with (
+        LocalCluster(n_workers=1, threads_per_worker=1, processes=False, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        stock = client.run(lambda dask_worker: type(dask_worker.data).__name__)
+        dask_gpurt.attach(client)
+        assert client.run(lambda dask_worker: type(dask_worker.data).__name__) == stock
+        assert client.run(lambda dask_worker: on_worker(dask_worker) is None) == dict.fromkeys(stock, True)
+        assert client.submit(sum, [1, 2]).result(timeout=60) == 3
+        dask_gpurt.detach(client)
 
 
 def test_a_value_whose_size_is_no_number_is_an_error_of_its_task() -> None:

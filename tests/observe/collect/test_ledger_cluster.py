@@ -195,7 +195,8 @@ def test_observation_can_be_off() -> None:
         scheduler, worker = cluster.scheduler, cluster.workers[0]
         assert "gpurt-ledger" not in scheduler.plugins
         assert "heartbeat_worker" not in str(scheduler.handlers["heartbeat_worker"].__module__)
-        assert "handle_stimulus" not in vars(worker)
+        # Second copies of slow tasks look at the ends of runs there, too.
+        assert not vars(worker)["handle_stimulus"].__module__.startswith("dask_gpurt.observe")
         assert history.of(scheduler) is None
         with pytest.raises(GpurtError, match="observation is off"), dask_gpurt.report("never.html", client):
             pass
