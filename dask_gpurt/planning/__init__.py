@@ -60,18 +60,21 @@ def forget() -> None:
 
 @contextlib.contextmanager
 def switched(on: bool) -> Iterator[None]:
-    """Hold, or leave planning to Dask, within the block; as before after it. Nothing that is held is let go."""
+    """Hold, or leave planning to Dask, within the block; as before after it. Nothing that is held is let go.
+
+    For comparisons with stock Dask, which does not find what is held.
+    """
     from dask_gpurt.planning.held import HELD
 
     before = HELD.installed
     if on:
         HELD.install()
     else:
-        HELD.uninstall()
+        HELD.uninstall(hide=True)
     try:
         yield
     finally:
         if before:
             HELD.install()
         else:
-            HELD.uninstall()
+            HELD.uninstall(hide=True)

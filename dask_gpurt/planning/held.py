@@ -94,12 +94,19 @@ class HeldExpressions:
                 return False
             return True
 
-    def uninstall(self) -> None:
-        """Put Dask's own tables back. What is held stays so for the next `install`; `clear` lets it go."""
+    def uninstall(self, *, hide: bool = False) -> None:
+        """Put Dask's own tables back. What is held stays so for the next `install`; `clear` lets it go.
+
+        `hide`: Dask's tables are without it, as if this had never been. A thread that plans meanwhile may then fail.
+        """
         with self._lock:
             tables, self._tables = self._tables, None
-            if tables is not None:
-                tables.restore()
+            if tables is None:
+                return
+            tables.restore()
+            if hide:
+                for _, name, expression in self._held.values():
+                    seam.drop(expression, name)
 
     def clear(self) -> None:
         """Let everything go. An expression that somebody else keeps is not found again either."""

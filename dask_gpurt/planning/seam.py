@@ -168,6 +168,13 @@ class Tables:
         self._put.clear()
 
 
+def drop(expression: Any, name: str) -> None:
+    """Take an expression out of the table that its class has now."""
+    table = vars(type(expression)).get("_instances")
+    if table is not None:
+        table.pop(name, None)
+
+
 def _copy(source: weakref.WeakValueDictionary[str, Any] | None, target: weakref.WeakValueDictionary[str, Any]) -> None:
     # By a list that is made in one step: other threads may change the table meanwhile.
     for ref in () if source is None else source.valuerefs():

@@ -359,6 +359,17 @@ def test_switched_for_a_while(kept: held.HeldExpressions, files: Path) -> None:
     assert kept.made == made
 
 
+def test_what_is_held_is_not_found_while_switched_off(kept: held.HeldExpressions, files: Path) -> None:
+    """Else a comparison with stock Dask would be one of ours with ours."""
+    with planning.switched(True):
+        ours = dd.read_parquet(str(files)).expr
+        assert dd.read_parquet(str(files)).expr is ours
+    with planning.switched(False):
+        assert dd.read_parquet(str(files)).expr is not ours
+    with planning.switched(True):
+        assert dd.read_parquet(str(files)).expr is ours
+
+
 def test_what_is_imported_later_is_held_from_the_next_question_on(
     kept: held.HeldExpressions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
