@@ -179,7 +179,7 @@ class RootDispatch:
         head = scheduler.queued.peek()
         ts = pull(ws.address, scheduler.tasks, head, node, self.may_take)
         if ts is None and self.held(head):
-            # What waits for a busy owner keeps nobody else from their own roots, though it is more urgent.
+            # What waits for a busy owner does not keep other workers from their own roots, though it is more urgent.
             ts = pull(ws.address, scheduler.tasks, None, node, self.may_take)
         return None if ts is None or self._crosses_again(ts, info) else ts
 
