@@ -51,7 +51,7 @@ class Held:
     #: by the clock of `time.time`
     since: float
     #: what it was, or has said since
-    told: str
+    reported: str
     #: copies what is only there; None: it has ended
     policy: RetireWorker | None = None
 
@@ -125,8 +125,8 @@ class Holds:
         ws = self._scheduler.workers.get(worker)
         if ws is not None and ws.status is Status.closing_gracefully:
             # Not one that is being retired meanwhile, which only its own message tells.
-            if held.told in _WORKING:
-                self._scheduler.handle_worker_status_change(held.told, ws, _stimulus("release"))
+            if held.reported in _WORKING:
+                self._scheduler.handle_worker_status_change(held.reported, ws, _stimulus("release"))
             elif self._retirement_failed(worker):
                 # distributed then gives a worker back its status: here that of a held one, in which it runs nothing.
                 message = {"op": "worker-status-change", "status": "running", "stimulus_id": _stimulus("release")}
@@ -152,7 +152,7 @@ class Holds:
         held = self.held.get(worker)
         if held is None:
             return False
-        held.told = status
+        held.reported = status
         return status in _WORKING
 
     # ------------------------------------------------------------------ while it lasts

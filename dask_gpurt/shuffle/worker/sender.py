@@ -180,8 +180,9 @@ class Sender:
                 with waiting(NETWORK):  # until the budget for unsent bytes has room
                     await self._write({place[0]: batch})
                 full.pop()
-        except Exception:
-            # Refused. A flush that is tried again must not pass without these rows.
+        except BaseException:
+            # Refused, or cancelled. A flush that is tried again must not pass without these rows. What the buffer has
+            # taken already is sent twice then, and counts once: receivers drop a second copy by its id.
             self._stage_again(full)
             raise
         finally:

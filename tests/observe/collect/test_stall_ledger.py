@@ -1,4 +1,4 @@
-"""The scheduler's half of the ledger, with a scheduler of plain objects and a clock that moves when it is told."""
+"""The scheduler's half of the ledger, with a scheduler of plain objects and a clock that moves when it is asked to."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Scheduler:
             self.workers[address] = types.SimpleNamespace(
                 address=address, name=address, nthreads=slots, processing={}, long_running=set()
             )
-        self.told = {address: dict.fromkeys(("slots", BUSY, UNASSIGNED, *LOCAL), 0.0) for address in self.workers}
+        self.reported = {address: dict.fromkeys(("slots", BUSY, UNASSIGNED, *LOCAL), 0.0) for address in self.workers}
         self.ledger = StallLedger(self, lambda: self.planned, self.clock)
 
     def start(self, key: str, worker: str, prefix: str = "f") -> None:
@@ -52,15 +52,15 @@ class Scheduler:
         self.clock.now += seconds
         for address, ws in self.workers.items():
             busy = min(ws.nthreads, len(ws.processing)) * (seconds - late)
-            told = self.told[address]
-            told["slots"] += ws.nthreads * seconds
-            told[BUSY] += busy
-            told[UNASSIGNED] += ws.nthreads * seconds - busy
+            figures = self.reported[address]
+            figures["slots"] += ws.nthreads * seconds
+            figures[BUSY] += busy
+            figures[UNASSIGNED] += ws.nthreads * seconds - busy
 
     def beat(self) -> dict[str, float]:
         """All heartbeats; the causes so far."""
         for address, ws in self.workers.items():
-            self.ledger.heartbeat(ws, {heartbeat_key(name): value for name, value in self.told[address].items()})
+            self.ledger.heartbeat(ws, {heartbeat_key(name): value for name, value in self.reported[address].items()})
         got = self.ledger.statistics()
         assert got["busy_seconds"] + sum(got["causes"].values()) == pytest.approx(got["slot_seconds"], abs=1e-6)
         return {cause: round(seconds, 6) for cause, seconds in got["causes"].items() if round(seconds, 6)}
@@ -120,9 +120,9 @@ def test_what_a_paused_worker_explains_itself_is_not_kept_for_later() -> None:
     s = Scheduler()
     for _ in range(20):
         s.clock.now += 10
-        for told in s.told.values():
-            told["slots"] += 20
-            told["memory"] += 20
+        for figures in s.reported.values():
+            figures["slots"] += 20
+            figures["memory"] += 20
         s.beat()
     for i in range(4):
         s.start(f"x{i}", "ab"[i % 2])
@@ -172,10 +172,10 @@ def test_workers_that_leave_and_start_over() -> None:
     s.move(10)
     s.beat()
     s.ledger.worker_removed("b")
-    del s.workers["b"], s.told["b"]
+    del s.workers["b"], s.reported["b"]
     s.move(5)
     assert s.beat() == {"no_work": 50}
-    s.told["a"] = dict.fromkeys(s.told["a"], 0.0)  # attached anew
+    s.reported["a"] = dict.fromkeys(s.reported["a"], 0.0)  # attached anew
     s.move(1)
     assert s.beat() == {"no_work": 52}
 
@@ -189,7 +189,7 @@ def test_a_busy_worker_that_starts_over_idle() -> None:
     s.beat()
     for key in ("x", "y"):
         s.end(key)
-    s.told["a"] = dict.fromkeys(s.told["a"], 0.0)
+    s.reported["a"] = dict.fromkeys(s.reported["a"], 0.0)
     s.move(1)
     s.beat()
     a = s.ledger.statistics()["workers"]["a"]

@@ -262,6 +262,23 @@ def test_what_ended_meanwhile_is_answered_at_once_and_its_credit_given_back_toge
     assert link.machine.answers == [(1, ""), (2, "no"), (3, ""), (4, "")]
 
 
+class Ways:
+    """A transport whose messages end when the test says so, and with `cut` as lost when their run ends."""
+
+    def __init__(self, submitted: list[Any], cut: bool = False) -> None:
+        self.submitted, self.cut = submitted, cut
+
+    def submit(self, ended: Any, *args: Any) -> None:
+        self.submitted.append(ended)
+
+    def stop(self) -> None:
+        pass
+
+    def forget(self, run: RunKey) -> None:
+        for ended in self.submitted if self.cut else ():
+            ended(Receipt("the run ended", lost=True))
+
+
 @pytest.mark.parametrize("end", ["stored", "refused", "cancelled", "safe fails"])
 def test_every_message_that_began_ends_for_the_choice(end):
     """Else a way would count as busy for ever."""
@@ -276,18 +293,7 @@ def test_every_message_that_began_ends_for_the_choice(end):
         route.set_result(Route(Card("", "", 0, (), {"tcp": ["", 0]}), chooser, Header(KEY, bytes(16))))
         plane._routes[KEY, "peer"] = route
         submitted: list[Any] = []
-
-        class Ways:
-            def submit(self, ended: Any, *args: Any) -> None:
-                submitted.append(ended)
-
-            def stop(self) -> None:
-                pass
-
-            def forget(self, run: RunKey) -> None:
-                pass
-
-        plane.transports._open["tcp"] = Ways()  # type: ignore[assignment]
+        plane.transports._open["tcp"] = Ways(submitted)  # type: ignore[assignment]
 
         async def safe() -> Any:
             if end == "safe fails":
@@ -332,19 +338,7 @@ def test_a_run_that_leaves_with_sends_under_way(when):
         run.ask = ask
         plane.join(run, KEY, bytes(16))
         submitted: list[Any] = []
-
-        class Ways:
-            def submit(self, ended: Any, *args: Any) -> None:
-                submitted.append(ended)
-
-            def stop(self) -> None:
-                pass
-
-            def forget(self, run: RunKey) -> None:
-                for ended in submitted:
-                    ended(Receipt("the run ended", lost=True))
-
-        plane.transports._open["tcp"] = Ways()  # type: ignore[assignment]
+        plane.transports._open["tcp"] = Ways(submitted, cut=True)  # type: ignore[assignment]
 
         async def safe() -> Any:
             return {"status": "OK"}

@@ -343,6 +343,31 @@ def test_rows_that_the_buffer_refuses_stay_staged():
     asyncio.run(check())
 
 
+def test_rows_of_a_flush_that_is_cancelled_stay_staged():
+    """It waits for room; the next flush must not pass without what it has taken."""
+
+    async def check() -> None:
+        limiter, written = ResourceLimiter(1 << 20), []
+        one = sender(Host(), limiter, written, [])
+        write = one._write
+
+        async def waits(batches: dict[str, Any]) -> None:
+            await asyncio.Event().wait()
+
+        one._write = waits
+        await one.stage(outgoing(Owners("a", OWNERS, None), log()).parcels, [])
+        flush = asyncio.create_task(one.flush())
+        await asyncio.sleep(0)
+        flush.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await flush
+        one._write = write
+        await one.flush()
+        assert [[p.rows for p in batch.parcels] for one in written for batch in one.values()] == [[30]]
+
+    asyncio.run(check())
+
+
 @pytest.mark.parametrize("most", [1, 1000])
 def test_a_message_of_many_buffers_is_packed_in_a_thread(monkeypatch, most):
     monkeypatch.setattr(sending, "PACKED_BUFFERS", most)
