@@ -37,6 +37,8 @@ CONFIG = {
     "distributed.scheduler.allowed-failures": 10,
     # It drops one of two replicas, maybe the one that was stored.
     **NO_AMM,
+    # On a busy machine it moves tasks off the worker they prefer: their values are then not among the stored ones.
+    "distributed.scheduler.work-stealing": False,
 }
 
 
