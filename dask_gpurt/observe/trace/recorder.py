@@ -348,7 +348,8 @@ class TraceRecorder(SchedulerPlugin):
         if ts.host_restrictions:
             out["hosts"] = sorted(ts.host_restrictions)
         if ts.resource_restrictions:
-            out["resources"] = dict(ts.resource_restrictions)
+            # A user's amount may be one of numpy's, which msgpack cannot pack.
+            out["resources"] = {name: float(amount) for name, amount in ts.resource_restrictions.items()}
         if out and ts.loose_restrictions:
             out["loose"] = True
         if ts.actor:

@@ -6,6 +6,8 @@ import asyncio
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from dask_gpurt.observe.trace import writer as writer_module
 from dask_gpurt.observe.trace.reader import Trace
 from dask_gpurt.observe.trace.recorder import EARLIER, TraceRecorder
@@ -80,12 +82,16 @@ def test_a_recording_that_ends_at_once_has_what_its_tasks_depend_on(tmp_path: Pa
         recorder.open(scheduler, {"policy": "stock"})
         far = scheduler.tasks["t", 3 * EARLIER]
         far.state, far.processing_on = "processing", scheduler.workers["tcp://a:1"]
+        far.resource_restrictions = {"GPU": np.int64(2)}
         recorder.transition(far.key, "waiting", "processing")
         writer = recorder.stop()
         assert writer is not None
         writer.close(recorder.last)
 
     asyncio.run(go())
+    assert [t.restrictions for t in Trace.load(tmp_path / "t").tasks.values() if t.restrictions] == [
+        {"resources": {"GPU": 2}}
+    ]
     keys = {task.key for task in Trace.load(tmp_path / "t").tasks.values()}
     assert {("t", 3 * EARLIER), ("t", 3 * EARLIER - 1)} <= keys
 
