@@ -207,8 +207,12 @@ def test_meters_count_spilled_keys(cluster: ProcessCluster) -> None:
     kept = cluster.client.map(lambda i: np.random.default_rng(i).random(150_000_000 // 8), range(10), pure=False)
     with cluster.client.as_current():
         wait(kept)
-    spilled = meters.stop().keys_spilled
+    traffic = meters.stop()
+    spilled = traffic.keys_spilled
     assert spilled > 150e6
+    assert 300e6 < traffic.peak < 1.2 * LIMIT
+    meters.start()
+    assert meters.stop().peak < traffic.peak, "the peak of what came before"
     assert spilled == pytest.approx(round(spilled / 150e6) * 150e6, rel=0.01)
 
 
@@ -226,11 +230,14 @@ def test_queries_survive_a_killed_worker(
 
 
 def test_a_restarted_worker_counts_from_zero() -> None:
-    zero = dict.fromkeys(("keys", "shards_received", "shuffled", "keys_spilled", "shards_spilled"), 0)
+    zero = dict.fromkeys(("keys", "shards_received", "shuffled", "keys_spilled", "shards_spilled", "peak"), 0)
     before: Snapshot = {"tcp://a": ("one", {**zero, "keys": 100}), "tcp://b": ("two", {**zero, "keys": 50})}
-    after: Snapshot = {"tcp://a": ("one", {**zero, "keys": 130}), "tcp://b": ("three", {**zero, "keys": 7})}
+    after: Snapshot = {
+        "tcp://a": ("one", {**zero, "keys": 130, "peak": 5}),
+        "tcp://b": ("three", {**zero, "keys": 7, "peak": 9}),
+    }
     traffic = difference(before, after)
-    assert (traffic.keys, traffic.complete) == (37, False)
+    assert (traffic.keys, traffic.peak, traffic.complete) == (37, 9, False)
     assert difference(before, before, fetched=5).keys == 0
 
 

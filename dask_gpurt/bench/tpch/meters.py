@@ -10,6 +10,9 @@ What is counted (bytes, all workers together):
     stores in files.
 ``shuffled``
     Shards produced by peer-to-peer shuffles, those that stay on their worker included (as serialised).
+``peak``
+    Resident memory of the fullest worker process at its highest (not a sum). The kernel keeps it, and `read` sets it
+    back.
 
 Where the numbers come from. Keys: `Worker.transfer_outgoing_bytes_total`; it is the only such counter that neither
 decays nor is cut off (`transfer_incoming_log` keeps 1,000 entries). It includes what the client fetches, which
@@ -28,7 +31,9 @@ one had counted since the first snapshot is lost: `Traffic.complete` is then Fal
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.bench.seam import watch_stock_shuffle
@@ -51,6 +56,8 @@ class Traffic:
     keys_spilled: int
     #: shards written to disk
     shards_spilled: int
+    #: resident memory of the fullest worker's process at its highest; 0: the kernel does not say
+    peak: int = 0
     #: False if a worker was lost in between, and its counts with it
     complete: bool = True
 
@@ -114,7 +121,8 @@ def difference(before: Snapshot, after: Snapshot, *, fetched: int = 0) -> Traffi
         if address not in after or after[address][0] != process:
             complete = False
     total["keys"] = max(0, total["keys"] - fetched)
-    return Traffic(**total, complete=complete)
+    peak = max((counts["peak"] for _, counts in after.values()), default=0)
+    return Traffic(**total, peak=peak, complete=complete)
 
 
 _COUNTERS = ("keys", "shards_received", "shuffled", "keys_spilled", "shards_spilled")
@@ -139,10 +147,22 @@ def read(dask_worker: Worker) -> tuple[str, dict[str, int]]:
         "shuffled": int(shuffled),
         "keys_spilled": int(spill_metrics.get(("disk-write", "bytes"), 0)),
         "shards_spilled": int(shards_spilled),
+        "peak": _peak(),
     }
     for name, value in _of_extension(dask_worker).items():
         counts[name] += value
     return dask_worker.id, counts
+
+
+def _peak() -> int:
+    """The highest resident memory of this process since the last call, bytes; 0 where the kernel does not say."""
+    try:
+        status = Path("/proc/self/status").read_text()
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:  # not Linux, or a container that forbids it: then the peak would be of all queries so far
+        return 0
+    found = re.search(r"^VmHWM:\s*(\d+) kB", status, re.MULTILINE)
+    return int(found.group(1)) * 1024 if found else 0
 
 
 def _of_extension(dask_worker: Worker) -> dict[str, int]:

@@ -58,7 +58,7 @@ def _megabytes(value: int | None) -> str:
 
 
 def totals(outcome: Outcome) -> dict[str, dict[str, Any]]:
-    """Per engine: sum of medians, geometric mean of ratios, bytes. Only queries that ran on every engine count."""
+    """Per engine: sum of medians, geometric mean of ratios, bytes, the highest peak. Only queries that ran on every engine count."""
     numbers = [q for q in outcome.numbers if all(outcome.cells[q, e].case for e in outcome.engines)]
     baseline = outcome.engines[0]
     out = {}
@@ -71,6 +71,7 @@ def totals(outcome: Outcome) -> dict[str, dict[str, Any]]:
             "sum_of_medians_s": sum(case.median for case in cases),
             "geometric_mean_ratio": geometric_mean(case.ratio(base) for case, base in zip(cases, bases, strict=True)),
             **{f"{counter}_bytes": sum(cell.bytes(counter) or 0 for cell in cells) for counter in COUNTERS},
+            "peak_bytes": max((t.peak for cell in cells for t in cell.traffic), default=0),
         }
     return out
 
