@@ -327,7 +327,8 @@ def copied(shard: Shard, input_id: int) -> Shard:
 
     rows = pa.array(np.arange(shard.table.num_rows))
     table = pc.take(shard.table, rows, boundscheck=False, memory_pool=heap.pool)
-    return dataclasses.replace(shard, input_id=input_id, table=table)
+    # `apart` is of the other table, and would keep its memory for as long as the copy lives.
+    return dataclasses.replace(shard, input_id=input_id, table=table, apart=None)
 
 
 def by_owner(shard: Shard, owner_of: Callable[[int], Any]) -> Iterable[tuple[Any, Shard]]:

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.protocol.messages import Complete
 from dask_gpurt.shuffle.protocol.recovery import EPOCHS, lost_outputs, reassign
-from dask_gpurt.shuffle.scheduler.calls import FlushFailed
+from dask_gpurt.shuffle.scheduler.calls import AnswersFailed, FlushFailed
 from dask_gpurt.shuffle.scheduler.candidates import keepers, running
 from dask_gpurt.shuffle.scheduler.output_tasks import output_of
 from dask_gpurt.shuffle.scheduler.phases import RunEvent
@@ -288,7 +288,7 @@ class Opener:
 
         Raises
         ------
-        RuntimeError
+        AnswersFailed
             It cannot be flushed.
         """
         barrier = self._runs.barrier_of(record.id)
@@ -299,9 +299,10 @@ class Opener:
             try:
                 step = await self._complete_once(record, barrier, epoch, under_way)
             except FlushFailed as e:
-                failures += 1
+                # One that closes answers with errors until its threads have ended. That it leaves is another epoch.
+                failures += not self._calls.closing(record.participants)
                 if failures > PATIENCE:
-                    raise RuntimeError(f"cannot be flushed: {e}") from e
+                    raise AnswersFailed(f"cannot be flushed: {e}") from e
                 await asyncio.sleep(PATIENCE_SECONDS)
                 continue
             if step is Step.DONE:

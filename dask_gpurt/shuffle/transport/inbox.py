@@ -113,6 +113,12 @@ class Inbox:
             self._count(refused=1)
             done(f"refused: {e}")
             return
+        except MemoryError as e:
+            # It came as it was sent. Counted as corrupt, it would be held against a healthy sender.
+            self._count(transport_errors=1)
+            self._links.had_problem(sender, traceback.format_exc())
+            done(repr(e))
+            return
         except Exception as e:
             self._links.was_corrupt(sender, name)
             self._count(refused=1, transport_errors=1)

@@ -194,10 +194,9 @@ class Sender:
         if self._over:
             return  # nothing takes them, nor their charge, out again
         for place, batch in full:
-            self._limiter.increase(batch.nbytes)
-            staged = self._staged.setdefault(place, Batch())
-            for parcel in batch.parcels:
-                staged.append(parcel)
+            for parcel in batch.parcels:  # none are left, and none are to be charged, where the buffer has sent it
+                self._staged.setdefault(place, Batch()).append(parcel)
+                self._limiter.increase(sys.getsizeof(parcel))
 
     async def send(self, address: str, batches: list[Batch]) -> Answer:
         """Send batches to a peer; the send buffer calls it. Done when the peer has stored them, or is lost."""

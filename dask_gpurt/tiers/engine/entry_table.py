@@ -85,7 +85,8 @@ class Books:
         entry = Entry(key, account, nbytes, value, last_use=self.clock())
         self.entries[entry] = None
         self.blocks.join(entry, value)
-        if entry.blocks[0].members > 1 and nbytes >= SMALL_BYTES:
+        # Any of them: what a task changed of its input may be the first block of the result, and of the result alone.
+        if nbytes >= SMALL_BYTES and any(block.members > 1 for block in entry.blocks):
             # A task may change its input and return that. Then no copy made so far, or on its way, is of the result.
             of = account.renames(entry)
             if of is None or of.apart or of.value is not value:

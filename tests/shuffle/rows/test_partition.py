@@ -16,6 +16,7 @@ from dask_gpurt.shuffle.rows.partition import (
     Shard,
     _cuts,
     by_owner,
+    copied,
     locate,
     separate,
     split,
@@ -181,3 +182,15 @@ def test_a_shard_whose_outputs_have_one_owner_is_not_divided():
     assert [one.parts.tolist() for one in mine] == [[1, 2]]
     assert [one.parts.tolist() for one in rest] == [[0], [3]]
     assert mine[0].table.column("v").to_pylist() == [*range(1, 40, 4), *range(2, 40, 4)]
+
+
+def test_a_copy_of_a_shard_does_not_hold_its_rows():
+    """It may stay for as long as its output waits, when what it was made of is retained no more."""
+    data = pd.DataFrame({"v": range(40), "_partitions": [i % 4 for i in range(40)]})
+    ((_, shard),) = split(data, "_partitions", True, 7, OutputLayout(dict.fromkeys(range(4), "a")))
+    ((_, one),) = by_owner(shard, lambda part: "a")
+    assert one.apart is not None
+    again = copied(one, 9)
+    assert again.apart is None
+    assert again.table.equals(shard.table)
+    assert again.input_id == 9

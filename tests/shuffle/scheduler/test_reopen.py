@@ -12,7 +12,10 @@ from distributed import futures_of
 from distributed.utils_test import NO_AMM, gen_cluster
 
 from dask_gpurt.config import ShuffleSettings
+from dask_gpurt.shuffle.scheduler import reopen
+from dask_gpurt.shuffle.scheduler.calls import AnswersFailed, FlushFailed
 from dask_gpurt.shuffle.scheduler.reopen import Opener
+from dask_gpurt.shuffle.scheduler.runs import PATIENCE
 from dask_gpurt.shuffle.worker.scheduler_calls import SchedulerCalls
 from tests.shuffle.helpers import left, source, taken_over, until, went_on
 from tests.shuffle.test_amendment import N, same_rows
@@ -74,3 +77,24 @@ def test_inputs_under_way_are_not_all_looked_at_when_one_ends():
     assert not opener._under_way(record, barrier, some)
     assert sorted(listened) == list(range(100))
     assert len(looked) <= 5 * len(tasks)
+
+
+def test_a_worker_that_cannot_flush_is_no_error_of_ours_and_one_that_closes_has_its_time(monkeypatch):
+    monkeypatch.setattr(reopen, "PATIENCE_SECONDS", 0)
+    nothing: Any = None
+    closes = [True] * 3 * PATIENCE
+    tries = []
+    barrier: Any = SimpleNamespace(state="memory")
+    runs: Any = SimpleNamespace(barrier_of=lambda name: barrier, current=lambda record: True)
+    calls: Any = SimpleNamespace(closing=lambda addresses: bool(closes and closes.pop()))
+    opener = Opener(nothing, nothing, runs, calls)
+
+    async def once(*args: Any) -> Any:
+        tries.append(args)
+        raise FlushFailed("closed")
+
+    monkeypatch.setattr(opener, "_complete_once", once)
+    record: Any = SimpleNamespace(id="s", version=0, participants=(), amendments=SimpleNamespace(epoch=1))
+    with pytest.raises(AnswersFailed, match="cannot be flushed: closed"):
+        asyncio.run(opener.complete(record, 1))
+    assert len(tries) == 4 * PATIENCE + 1

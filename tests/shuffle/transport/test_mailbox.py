@@ -206,6 +206,27 @@ def test_messages_are_stored_by_few_tasks_and_none_waits_for_another():
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(("error", "corrupt"), [(MemoryError("no room"), {}), (ValueError("odd"), {"peer": 1})])
+def test_a_message_for_which_there_is_no_memory_is_not_counted_as_corrupt(error, corrupt):
+    async def main() -> None:
+        plane = Plane(Worker(), ShuffleSettings(enabled=True), lambda **counts: None, 1 << 20)
+        run: Any = Run(set())
+
+        def unpack(frames: list[Any]) -> int:
+            raise error
+
+        run.unpack = unpack
+        plane.join(run, KEY, bytes(16))
+        done: list[str] = []
+        plane.inbox.on_message(KEY, "peer", [b"1"], 100, done.append, "tcp")
+        assert done == [repr(error)]
+        assert plane.links.corrupt == corrupt
+        assert "peer" in plane.links.problems
+        await plane.stop()
+
+    asyncio.run(main())
+
+
 class Machine:
     run, sender = KEY, "peer"
 

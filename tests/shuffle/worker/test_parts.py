@@ -368,6 +368,30 @@ def test_rows_of_a_flush_that_is_cancelled_stay_staged():
     asyncio.run(check())
 
 
+def test_rows_that_were_sent_before_their_flush_is_cancelled_are_charged_no_longer():
+    """It waits for room that others take; what it waits with has gone."""
+
+    async def check() -> None:
+        limiter = ResourceLimiter(1 << 20)
+        one = sender(Host(), limiter, [], [])
+
+        async def sent(batches: dict[str, Any]) -> None:
+            for batch in batches.values():
+                batch.parcels.clear()
+            await asyncio.Event().wait()
+
+        one._write = sent
+        await one.stage(outgoing(Owners("a", OWNERS, None), log()).parcels, [])
+        flush = asyncio.create_task(one.flush())
+        await asyncio.sleep(0)
+        flush.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await flush
+        assert limiter.empty
+
+    asyncio.run(check())
+
+
 @pytest.mark.parametrize("most", [1, 1000])
 def test_a_message_of_many_buffers_is_packed_in_a_thread(monkeypatch, most):
     monkeypatch.setattr(sending, "PACKED_BUFFERS", most)

@@ -347,6 +347,28 @@ def test_a_copy_from_before_a_change_serves_no_result_of_it(run_rig: Callable[..
     run_rig(test)
 
 
+def test_a_result_whose_first_column_alone_was_changed_gets_a_copy_of_its_own(run_rig: Callable[..., None]) -> None:
+    """What of its memory is its input's may come second, behind a column that is new."""
+
+    async def test(rig: Rig) -> None:
+        x = rig.store["x"] = pd.DataFrame({"flag": np.zeros(4000, bool), "x": np.zeros(4000)})
+        rig.spill_all()
+        assert rig.engine.moving_bytes
+        rig.engine.shrink(0)
+        x["flag"] = np.ones(4000, np.int64)
+        rig.store["changed"] = x
+        entry, changed = rig.store.entry("x"), rig.store.entry("changed")
+        assert entry is not None
+        assert changed is not None
+        assert entry.blocks[0] in changed.blocks[1:]
+        await rig.settle()
+        assert entry.handle is not None
+        assert changed.handle is None
+        rig.validate()
+
+    run_rig(test)
+
+
 def test_a_damaged_copy_is_lost_for_each_of_its_names(run_rig: Callable[..., None]) -> None:
     async def test(rig: Rig) -> None:
         rig.store["a"] = np.arange(10_000)
