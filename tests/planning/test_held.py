@@ -22,34 +22,11 @@ from dask.dataframe.dask_expr._expr import Expr, MapPartitions
 from dask_gpurt import planning, status
 from dask_gpurt.errors import NoAnswer
 from dask_gpurt.planning import held, seam
+from tests.planning.conftest import write
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
-
-
-@pytest.fixture
-def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[held.HeldExpressions]:
-    """What this process holds; nothing before and after."""
-    planning.forget()  # an earlier test may have had a client
-    one = held.HeldExpressions()
-    monkeypatch.setattr(held, "HELD", one)
-    monkeypatch.setattr(seam, "_kept", weakref.WeakKeyDictionary())
-    with dask.config.set({"scheduler": "sync", "dataframe.shuffle.method": "tasks"}):
-        yield one
-    planning.forget()
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> Path:
-    write(tmp_path, 1)
-    return tmp_path
-
-
-def write(folder: Path, factor: int) -> None:
-    for i in range(3):
-        frame = pd.DataFrame({"key": [1, 2, 3], "value": [factor * i, factor, 1], "text": ["a", "b", "c"]})
-        frame.to_parquet(folder / f"part.{i}.parquet")
 
 
 def queries(folder: Path) -> dict[str, Any]:
