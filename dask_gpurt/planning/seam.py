@@ -27,6 +27,7 @@ import numpy as np
 import pandas as pd
 from dask._task_spec import Dict
 from dask.delayed import DelayedLeaf
+from dask.tokenize import _tokenize_deterministic
 from dask.utils import itemgetter, methodcaller
 from distributed.client import _get_global_client
 from pandas._config import using_string_dtype
@@ -244,8 +245,6 @@ def may_hold(expression: Any, *, new: bool = False) -> bool:
 
 def _is_as_named(expression: Any) -> bool:
     """Whether the operands of an expression that was made before us are still those that its name tells."""
-    if any(isinstance(operand, DelayedLeaf) for operand in expression.operands):
-        return False  # its key says nothing of what it holds now
     token = expression.deterministic_token
     expression._determ_token = None
     try:
@@ -334,7 +333,10 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
     if isinstance(value, types.MethodType):
         return isinstance(value.__self__, type) and _is_of_a_library(value.__self__)
     if isinstance(value, DelayedLeaf):
-        return depth == 0 and _is_plain(value._obj, depth + 1)  # deeper down `_take` would not look for it
+        if depth or not _is_plain(value._obj, depth + 1):  # deeper down `_take` would not look for it
+            return False
+        # A name of a user's says nothing of the object. This is what Dask calls the values of an `isin`.
+        return bool(value.key == f"delayed-{_tokenize_deterministic(value._obj)}")
     if isinstance(value, Dict):
         return _is_plain(value.args, depth + 1)
     if isinstance(value, itemgetter):
