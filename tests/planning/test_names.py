@@ -7,17 +7,77 @@ from typing import TYPE_CHECKING, Any
 
 import dask
 import dask.dataframe as dd
+import numpy as np
+import pandas as pd
+import pytest
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
-
-    import pandas as pd
 
     from dask_gpurt.planning import held
 
 
 def rows_with(frame: pd.DataFrame, values: Any) -> pd.DataFrame:
     return frame[frame.key.isin(list(values))]
+
+
+def rows_of(frame: pd.DataFrame, texts: Any) -> pd.DataFrame:
+    return frame[frame.text.isin(list(texts))]
+
+
+def row_of(frame: pd.DataFrame, table: Any) -> pd.DataFrame:
+    return rows_with(frame, table[0].tolist())
+
+
+def noted(frame: pd.DataFrame, rules: dict[str, int]) -> pd.DataFrame:
+    return frame.assign(text=", ".join(rules))
+
+
+SUM, MAX = ("key", "sum"), ("value", "max")
+
+#: a query, and two arguments of it that have the same name to Dask
+ALIKE: dict[str, tuple[Callable[[Any, Any], Any], Any, Any]] = {
+    "aggregation": (
+        lambda t, a: t.groupby("text").agg(a),
+        {"key": "sum", "value": "max"},
+        {"value": "max", "key": "sum"},
+    ),
+    "named aggregation": (
+        lambda t, a: t.groupby("text").agg(**a),
+        {"a": SUM, "b": MAX},
+        {"b": MAX, "a": SUM},
+    ),
+    "median": (
+        lambda t, a: t.groupby("text").agg(a),
+        {"key": "median", "value": "max"},
+        {"value": "max", "key": "median"},
+    ),
+    "argument": (lambda t, a: t.map_partitions(noted, a, meta=t._meta), {"x": 1, "y": 2}, {"y": 2, "x": 1}),
+    "keyword": (lambda t, a: t.map_partitions(noted, rules=a, meta=t._meta), {"x": 1, "y": 2}, {"y": 2, "x": 1}),
+    "array": (
+        lambda t, a: t.map_partitions(row_of, a, meta=t._meta),
+        np.array([[1, 2], [3, 1]]),
+        np.array([[1, 2], [3, 1]]).T,
+    ),
+    "array of texts": (
+        lambda t, a: t.map_partitions(rows_of, a, meta=t._meta),
+        np.array(["a-b", "c"], dtype=object),
+        np.array(["a", "b-c"], dtype=object),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ALIKE)
+def test_arguments_of_the_same_name(kept: held.HeldExpressions, files: Path, case: str) -> None:
+    query, first, second = ALIKE[case]
+    t = dd.read_parquet(str(files))
+    expected = query(t, second).compute()
+    gc.collect()
+    kept.install()
+    assert not query(t, first).compute().equals(expected)
+    gc.collect()
+    pd.testing.assert_frame_equal(query(t, second).compute(), expected)
 
 
 def test_a_delayed_object_under_a_name_of_the_users(kept: held.HeldExpressions, files: Path) -> None:
