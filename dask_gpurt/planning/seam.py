@@ -244,8 +244,11 @@ def may_hold(expression: Any, *, new: bool = False) -> bool:
     """Whether an expression, and all that it is made of, may live on without its owner. `new`: it was just made."""
     known: bool | None = expression.__dict__.get("_gpurt_may_hold")
     if known is None:
+        # By its kind first: to take the token of a frame in memory with 10,000 futures once more takes long.
+        cls = type(expression)
+        known = cls.__name__ in KINDS.get(cls.__module__, ()) and (new or _is_as_named(expression))
         # In the dict, as the class takes attributes for operands. Dask pickles only what its own class names.
-        known = expression.__dict__["_gpurt_may_hold"] = (new or _is_as_named(expression)) and _may_hold(expression)
+        known = expression.__dict__["_gpurt_may_hold"] = known and _may_hold(expression)
     return known
 
 
@@ -262,12 +265,9 @@ def _is_as_named(expression: Any) -> bool:
 def _may_hold(expression: Any) -> bool:
     from dask._expr import Expr
 
-    cls = type(expression)
-    if cls.__name__ not in KINDS.get(cls.__module__, ()):
+    if type(expression).__name__ == "MapPartitions" and not _has_meta(expression):
         return False
-    if cls.__name__ == "MapPartitions" and not _has_meta(expression):
-        return False
-    names = cls._parameters
+    names = type(expression)._parameters
     for i, operand in enumerate(expression.operands):
         if isinstance(operand, Expr):
             if not may_hold(operand):

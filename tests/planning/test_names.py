@@ -92,3 +92,19 @@ def test_a_delayed_object_under_a_name_of_the_users(kept: held.HeldExpressions, 
     assert keys([1]) == [1]
     gc.collect()
     assert keys([2, 3]) == [2, 3]
+
+
+def test_the_token_of_what_is_not_held_is_not_taken_again(kept: held.HeldExpressions) -> None:
+    """That of a frame in memory has all of its futures."""
+    taken: list[int] = []
+
+    class Part:
+        def __dask_tokenize__(self) -> str:
+            taken.append(1)
+            return "part"
+
+    kept.install()
+    frame = dd.from_map(lambda part: pd.DataFrame({"key": [1]}), [Part()], meta=pd.DataFrame({"key": [1]}))
+    before = len(taken)
+    assert list(frame[["key"]].columns) == ["key"]
+    assert len(taken) == before
