@@ -99,6 +99,9 @@ _CHANGING = (
     *(functools.partial, itemgetter, Dict),
 )
 
+#: what an expression computes when it is asked for the first time, and keeps, that contains its operands
+_COMPUTED = ("args", "_args", "_kwargs", "agg_args", "aggregate_args", "by", "spec")
+
 #: operands whose dicts mean the same in any order, or which Dask has made
 _UNORDERED = frozenset(
     ("_meta", "arrow_to_pandas", "chunk_kwargs", "columns", "combine_kwargs", "decimals", "dtypes")
@@ -327,6 +330,9 @@ def _take(expression: Any) -> None:
             expression.operands[i] = leaf
         elif isinstance(operand, _CHANGING):
             expression.operands[i] = copy.deepcopy(operand)
+    # One that was made before us may have computed these, and they contain the operands as they were.
+    for name in _COMPUTED:
+        vars(expression).pop(name, None)
 
 
 def _has_meta(expression: Any) -> bool:

@@ -237,6 +237,20 @@ def test_arguments_that_a_user_changes_in_place(
     pd.testing.assert_frame_equal(query(t, given()).compute(), expected)
 
 
+def test_an_argument_that_is_changed_after_its_expression_is_found(kept: held.HeldExpressions, files: Path) -> None:
+    """What the expression had computed before it was held must not have the list of the user in it either."""
+    t = dd.read_parquet(str(files))
+    given = [1]
+    first = t.map_partitions(rows_with, given, meta=t._meta)
+    expected = first.compute()
+    kept.install()
+    t.map_partitions(rows_with, [1], meta=t._meta)
+    given.append(2)
+    del first
+    gc.collect()
+    pd.testing.assert_frame_equal(t.map_partitions(rows_with, [1], meta=t._meta).compute(), expected)
+
+
 def test_what_was_made_before_is_held(kept: held.HeldExpressions, files: Path) -> None:
     t = dd.read_parquet(str(files))
     kept.install()
