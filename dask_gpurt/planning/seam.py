@@ -41,7 +41,8 @@ SECTIONS = ("dataframe", "optimization", "tokenize")
 MOST_FILES = 1_000
 #: packages whose functions and classes are not loaded a second time
 LIBRARIES = frozenset(
-    ("builtins", "dask", "datetime", "decimal", "distributed", "numpy", "operator", "pandas", "pyarrow")
+    ("builtins", "collections", "dask", "datetime", "decimal", "distributed", "functools", "numpy", "operator")
+    + ("pandas", "pyarrow")
 )
 #: items of an operand, and characters or bytes of one of them
 MOST_ITEMS = 256
@@ -342,6 +343,8 @@ def _has_meta(expression: Any) -> bool:
 
 def _is_plain(value: Any, depth: int = 0) -> bool:
     """Whether an operand is small, holds nothing of a user's, and always means the same."""
+    if not isinstance(value, type) and not _is_of_a_library(type(value)):
+        return False  # a text or a number of a user's class may have more in it than its name tells
     if isinstance(value, str | bytes):
         return len(value) <= MOST_CHARACTERS
     if isinstance(value, _PLAIN):

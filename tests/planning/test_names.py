@@ -34,6 +34,22 @@ def noted(frame: pd.DataFrame, rules: dict[str, int]) -> pd.DataFrame:
     return frame.assign(text=", ".join(rules))
 
 
+class Quantity(str):
+    """A text with more in it."""
+
+    unit = ""
+
+    @classmethod
+    def of(cls, unit: str) -> Quantity:
+        one = cls("length")
+        one.unit = unit
+        return one
+
+
+def in_units(frame: pd.DataFrame, quantity: Quantity) -> pd.DataFrame:
+    return frame.assign(text=quantity.unit)
+
+
 SUM, MAX = ("key", "sum"), ("value", "max")
 
 #: a query, and two arguments of it that have the same name to Dask
@@ -55,6 +71,7 @@ ALIKE: dict[str, tuple[Callable[[Any, Any], Any], Any, Any]] = {
     ),
     "argument": (lambda t, a: t.map_partitions(noted, a, meta=t._meta), {"x": 1, "y": 2}, {"y": 2, "x": 1}),
     "keyword": (lambda t, a: t.map_partitions(noted, rules=a, meta=t._meta), {"x": 1, "y": 2}, {"y": 2, "x": 1}),
+    "text": (lambda t, a: t.map_partitions(in_units, a, meta=t._meta), Quantity.of("m"), Quantity.of("km")),
     "array": (
         lambda t, a: t.map_partitions(row_of, a, meta=t._meta),
         np.array([[1, 2], [3, 1]]),
