@@ -41,8 +41,10 @@ SECTIONS = ("dataframe", "optimization", "tokenize")
 MOST_FILES = 1_000
 #: packages whose functions and classes are not loaded a second time
 LIBRARIES = frozenset(
-    ("builtins", "collections", "dask", "datetime", "decimal", "distributed", "functools", "numpy", "operator")
-    + ("pandas", "pyarrow")
+    (
+        *("builtins", "collections", "dask", "datetime", "decimal", "distributed", "functools", "numpy", "operator"),
+        *("pandas", "pyarrow"),
+    )
 )
 #: items of an operand, and characters or bytes of one of them
 MOST_ITEMS = 256
@@ -105,8 +107,10 @@ _COMPUTED = ("args", "_args", "_kwargs", "agg_args", "aggregate_args", "by", "sp
 
 #: operands whose dicts mean the same in any order, or which Dask has made
 _UNORDERED = frozenset(
-    ("_meta", "arrow_to_pandas", "chunk_kwargs", "columns", "combine_kwargs", "decimals", "dtypes")
-    + ("meta", "parent_meta", "storage_options", "value")
+    (
+        *("_meta", "arrow_to_pandas", "chunk_kwargs", "columns", "combine_kwargs", "decimals", "dtypes"),
+        *("meta", "parent_meta", "storage_options", "value"),
+    )
 )
 
 #: operands that are known to be small whatever they are
