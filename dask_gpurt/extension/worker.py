@@ -228,10 +228,12 @@ class WorkerParts:
         vars(self.worker).pop(ATTRIBUTE, None)
         self.worker.metrics = {k: v for k, v in self.worker.metrics.items() if k != NAME}
         prometheus.withdraw(self.worker)
-        if (way := plane.existing(self.worker)) is not None:
-            # Its sockets and threads. No shuffle of ours runs any more: the scheduler's part would not have left.
-            await way.stop()
-        await self.parts.remove()
+        try:
+            if (way := plane.existing(self.worker)) is not None:
+                # Its sockets and threads. No shuffle of ours runs any more: the scheduler's part would not have left.
+                await way.stop()
+        finally:
+            await self.parts.remove()  # nothing finds them any more
 
     def summary(self) -> str:
         """What this worker has, in a few words."""

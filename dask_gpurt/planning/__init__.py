@@ -18,6 +18,8 @@ logger = logging.getLogger("distributed.client.gpurt")
 
 #: whether `keep` was called, and `forget` was not since
 _wanted = False
+#: blocks of `switched` in which planning is left to Dask
+_left = 0
 
 
 def keep() -> bool:
@@ -43,7 +45,7 @@ def late() -> None:
 
     Rejected: a finder in ``sys.meta_path``, which would see every import of everybody.
     """
-    if _wanted:
+    if _wanted and not _left:
         keep()
 
 
@@ -66,14 +68,17 @@ def switched(on: bool) -> Iterator[None]:
     """
     from dask_gpurt.planning.held import HELD
 
+    global _left
     before = HELD.installed
     if on:
         HELD.install()
     else:
+        _left += 1  # a question to a cluster in the block does not end it
         HELD.uninstall(hide=True)
     try:
         yield
     finally:
+        _left -= not on
         if before:
             HELD.install()
         else:

@@ -27,6 +27,7 @@ import numpy as np
 import pandas as pd
 from dask._task_spec import Dict
 from dask.delayed import DelayedLeaf
+from dask.tokenize import _tokenize_deterministic
 from dask.utils import itemgetter, methodcaller
 from distributed.client import _get_global_client
 from pandas._config import using_string_dtype
@@ -40,7 +41,10 @@ SECTIONS = ("dataframe", "optimization", "tokenize")
 MOST_FILES = 1_000
 #: packages whose functions and classes are not loaded a second time
 LIBRARIES = frozenset(
-    ("builtins", "dask", "datetime", "decimal", "distributed", "numpy", "operator", "pandas", "pyarrow")
+    (
+        *("builtins", "collections", "dask", "datetime", "decimal", "distributed", "functools", "numpy", "operator"),
+        *("pandas", "pyarrow"),
+    )
 )
 #: items of an operand, and characters or bytes of one of them
 MOST_ITEMS = 256
@@ -96,6 +100,17 @@ _PLAIN = (
 _CHANGING = (
     *(dict, list, tuple, set, np.ndarray, pd.DataFrame, pd.Series, pd.Index),
     *(functools.partial, itemgetter, Dict),
+)
+
+#: what an expression computes when it is asked for the first time, and keeps, that contains its operands
+_COMPUTED = ("args", "_args", "_kwargs", "agg_args", "aggregate_args", "by", "spec")
+
+#: operands whose dicts mean the same in any order, or which Dask has made
+_UNORDERED = frozenset(
+    (
+        *("_meta", "arrow_to_pandas", "chunk_kwargs", "columns", "combine_kwargs", "decimals", "dtypes"),
+        *("meta", "parent_meta", "storage_options", "value"),
+    )
 )
 
 #: operands that are known to be small whatever they are
@@ -237,15 +252,16 @@ def may_hold(expression: Any, *, new: bool = False) -> bool:
     """Whether an expression, and all that it is made of, may live on without its owner. `new`: it was just made."""
     known: bool | None = expression.__dict__.get("_gpurt_may_hold")
     if known is None:
+        # By its kind first: to take the token of a frame in memory with 10,000 futures once more takes long.
+        cls = type(expression)
+        known = cls.__name__ in KINDS.get(cls.__module__, ()) and (new or _is_as_named(expression))
         # In the dict, as the class takes attributes for operands. Dask pickles only what its own class names.
-        known = expression.__dict__["_gpurt_may_hold"] = (new or _is_as_named(expression)) and _may_hold(expression)
+        known = expression.__dict__["_gpurt_may_hold"] = known and _may_hold(expression)
     return known
 
 
 def _is_as_named(expression: Any) -> bool:
     """Whether the operands of an expression that was made before us are still those that its name tells."""
-    if any(isinstance(operand, DelayedLeaf) for operand in expression.operands):
-        return False  # its key says nothing of what it holds now
     token = expression.deterministic_token
     expression._determ_token = None
     try:
@@ -257,12 +273,9 @@ def _is_as_named(expression: Any) -> bool:
 def _may_hold(expression: Any) -> bool:
     from dask._expr import Expr
 
-    cls = type(expression)
-    if cls.__name__ not in KINDS.get(cls.__module__, ()):
+    if type(expression).__name__ == "MapPartitions" and not _has_meta(expression):
         return False
-    if cls.__name__ == "MapPartitions" and not _has_meta(expression):
-        return False
-    names = cls._parameters
+    names = type(expression)._parameters
     for i, operand in enumerate(expression.operands):
         if isinstance(operand, Expr):
             if not may_hold(operand):
@@ -274,10 +287,38 @@ def _may_hold(expression: Any) -> bool:
                 return False
             if known and expression.operand("columns") is None and not _is_small(known["base_meta"]):
                 return False
-        elif not _is_plain(operand):
+        elif not _is_plain(operand) or not _is_named(_chosen(names[i] if i < len(names) else "", operand)):
             return False
     _take(expression)
     return True
+
+
+def _chosen(name: str, operand: Any) -> Any:
+    """What a user has chosen of an operand, as far as its order may count."""
+    if name in _UNORDERED:
+        return None
+    if name == "aggregate_kwargs":
+        return operand.get("spec") if isinstance(operand, dict) else None
+    return list(operand.values()) if name == "kwargs" and isinstance(operand, dict) else operand
+
+
+def _is_named(value: Any) -> bool:
+    """Whether the name of an expression tells all of what a user has chosen.
+
+    Dask leaves out the order of a dict, which is the order of an aggregation's columns; how an array of several
+    dimensions lies in memory; and where a text in an array of objects ends.
+    """
+    if isinstance(value, dict):
+        return len(value) < 2 and all(map(_is_named, value.values()))
+    if isinstance(value, np.ndarray):
+        return value.ndim < 2 and not value.dtype.hasobject
+    if isinstance(value, functools.partial):
+        value = value.func, *value.args, *value.keywords.values()
+    elif isinstance(value, Dict):
+        value = value.args
+    elif isinstance(value, DelayedLeaf):
+        value = (value._obj,)
+    return not isinstance(value, list | tuple) or all(map(_is_named, value))
 
 
 def _take(expression: Any) -> None:
@@ -294,6 +335,9 @@ def _take(expression: Any) -> None:
             expression.operands[i] = leaf
         elif isinstance(operand, _CHANGING):
             expression.operands[i] = copy.deepcopy(operand)
+    # One that was made before us may have computed these, and they contain the operands as they were.
+    for name in _COMPUTED:
+        vars(expression).pop(name, None)
 
 
 def _has_meta(expression: Any) -> bool:
@@ -303,6 +347,8 @@ def _has_meta(expression: Any) -> bool:
 
 def _is_plain(value: Any, depth: int = 0) -> bool:
     """Whether an operand is small, holds nothing of a user's, and always means the same."""
+    if not isinstance(value, type) and not _is_of_a_library(type(value)):
+        return False  # a text or a number of a user's class may have more in it than its name tells
     if isinstance(value, str | bytes):
         return len(value) <= MOST_CHARACTERS
     if isinstance(value, _PLAIN):
@@ -334,7 +380,10 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
     if isinstance(value, types.MethodType):
         return isinstance(value.__self__, type) and _is_of_a_library(value.__self__)
     if isinstance(value, DelayedLeaf):
-        return depth == 0 and _is_plain(value._obj, depth + 1)  # deeper down `_take` would not look for it
+        if depth or not _is_plain(value._obj, depth + 1):  # deeper down `_take` would not look for it
+            return False
+        # A name of a user's says nothing of the object. This is what Dask calls the values of an `isin`.
+        return bool(value.key == f"delayed-{_tokenize_deterministic(value._obj)}")
     if isinstance(value, Dict):
         return _is_plain(value.args, depth + 1)
     if isinstance(value, itemgetter):

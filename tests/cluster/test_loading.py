@@ -27,6 +27,7 @@ from dask_gpurt.errors import ConfigError, InstallError
 from dask_gpurt.extension import GpurtScheduler, WorkerParts, on_worker
 from dask_gpurt.extension.delivery import Delivered
 from dask_gpurt.planning.held import HELD
+from dask_gpurt.shuffle.transport import plane
 
 from .processes import SCHEDULER_PARTS, processes, together, wait_text
 
@@ -139,6 +140,22 @@ def test_a_worker_whose_setup_fails_half_way_keeps_no_parts(monkeypatch: pytest.
         assert client.run(lambda dask_worker: on_worker(dask_worker) is None) == dict.fromkeys(stock, True)
         assert client.submit(sum, [1, 2]).result(timeout=60) == 3
         dask_gpurt.detach(client)
+
+
+def test_a_socket_that_does_not_close_keeps_no_parts_in_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fails:
+        async def stop(self) -> None:
+            raise OSError("no such socket")
+
+    with (
+        LocalCluster(n_workers=1, threads_per_worker=1, processes=False, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        stock = client.run(lambda dask_worker: type(dask_worker.data).__name__)
+        dask_gpurt.attach(client)
+        monkeypatch.setattr(plane, "existing", lambda worker: Fails())
+        dask_gpurt.detach(client)
+        assert client.run(lambda dask_worker: type(dask_worker.data).__name__) == stock
 
 
 def test_a_value_whose_size_is_no_number_is_an_error_of_its_task() -> None:

@@ -22,34 +22,11 @@ from dask.dataframe.dask_expr._expr import Expr, MapPartitions
 from dask_gpurt import planning, status
 from dask_gpurt.errors import NoAnswer
 from dask_gpurt.planning import held, seam
+from tests.planning.conftest import write
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
-
-
-@pytest.fixture
-def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[held.HeldExpressions]:
-    """What this process holds; nothing before and after."""
-    planning.forget()  # an earlier test may have had a client
-    one = held.HeldExpressions()
-    monkeypatch.setattr(held, "HELD", one)
-    monkeypatch.setattr(seam, "_kept", weakref.WeakKeyDictionary())
-    with dask.config.set({"scheduler": "sync", "dataframe.shuffle.method": "tasks"}):
-        yield one
-    planning.forget()
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> Path:
-    write(tmp_path, 1)
-    return tmp_path
-
-
-def write(folder: Path, factor: int) -> None:
-    for i in range(3):
-        frame = pd.DataFrame({"key": [1, 2, 3], "value": [factor * i, factor, 1], "text": ["a", "b", "c"]})
-        frame.to_parquet(folder / f"part.{i}.parquet")
 
 
 def queries(folder: Path) -> dict[str, Any]:
@@ -260,6 +237,20 @@ def test_arguments_that_a_user_changes_in_place(
     pd.testing.assert_frame_equal(query(t, given()).compute(), expected)
 
 
+def test_an_argument_that_is_changed_after_its_expression_is_found(kept: held.HeldExpressions, files: Path) -> None:
+    """What the expression had computed before it was held must not have the list of the user in it either."""
+    t = dd.read_parquet(str(files))
+    given = [1]
+    first = t.map_partitions(rows_with, given, meta=t._meta)
+    expected = first.compute()
+    kept.install()
+    t.map_partitions(rows_with, [1], meta=t._meta)
+    given.append(2)
+    del first
+    gc.collect()
+    pd.testing.assert_frame_equal(t.map_partitions(rows_with, [1], meta=t._meta).compute(), expected)
+
+
 def test_what_was_made_before_is_held(kept: held.HeldExpressions, files: Path) -> None:
     t = dd.read_parquet(str(files))
     kept.install()
@@ -383,6 +374,10 @@ def test_what_is_imported_later_is_held_from_the_next_question_on(
 
     assert not kept.installed
     ask()
+    assert kept.installed
+    with planning.switched(False):
+        ask()
+        assert not kept.installed, "a comparison with stock Dask would be none"
     assert kept.installed
     planning.forget()
     ask()

@@ -132,7 +132,7 @@ class StallLedger:
         #: tasks that have ended
         self.history = TaskHistory()
         #: (prefix, address) -> slot-seconds that others waited for its tasks
-        self.skewed: defaultdict[tuple[str, str], float] = defaultdict(float)
+        self.skewed: dict[tuple[str, str], float] = {}
         #: how long single waits of slots were
         self.tails = wait_histogram.Tails()
         #: follows single runs; None: nobody does
@@ -352,11 +352,8 @@ class StallLedger:
                 self.tails.grow(more)
                 account.waits = waits
             if skew > 0 and self._last_skewed is not None:
-                self.skewed[self._last_skewed] += skew
                 skewed = (self._last_skewed, skew)
-                if len(self.skewed) > SKEWED:  # workers that come and go have ever new addresses
-                    largest = heapq.nlargest(SKEWED // 2, self.skewed.items(), key=lambda item: item[1])
-                    self.skewed = defaultdict(float, largest)
+                add_skewed(self.skewed, *skewed)
         account.reported = figures or {}
         if observer is not None and before is not None:
             self._tell(observer.heard, ws, before, account.reading(), more, skewed)
@@ -415,6 +412,15 @@ class StallLedger:
             "waits": self.tails.as_json(),
             "skewed": [[name, address, seconds] for (name, address), seconds in skewed[:10]],
         }
+
+
+def add_skewed(sums: dict[tuple[str, str], float], where: tuple[str, str], seconds: float) -> None:
+    """Add to one of the sums by prefix and worker; of more than `SKEWED` the smaller half is forgotten."""
+    sums[where] = sums.get(where, 0.0) + seconds
+    if len(sums) > SKEWED:  # workers that come and go have ever new addresses
+        largest = heapq.nlargest(SKEWED // 2, sums.items(), key=lambda item: item[1])
+        sums.clear()
+        sums.update(largest)
 
 
 def _is_barrier(key: Hashable) -> bool:

@@ -35,6 +35,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.observe.collect.scheduler import LedgerPlugin
+from dask_gpurt.observe.collect.stall_ledger import add_skewed
 from dask_gpurt.observe.runs import record
 from dask_gpurt.observe.runs.live import LiveRun, Mark
 
@@ -63,6 +64,8 @@ FOLLOWED_KEYS, SWEPT = 10_000, 1000
 FRESH_SECONDS = 2.0
 #: keys looked at for the name of a graph
 NAMED_BY = 50
+#: workers that left in a run whose figures are kept; the oldest go first. A service may run for weeks beside them
+LEFT = 1000
 #: dependents looked at to see what a task that failed was for
 LOOKED_AT = 200
 #: begins the names of clients that tasks have
@@ -229,8 +232,7 @@ class RunRecorder:
             if waits:
                 run.waits.grow(waits)
             if skewed is not None:
-                where, seconds = skewed
-                run.skewed[where] = run.skewed.get(where, 0.0) + seconds
+                add_skewed(run.skewed, *skewed)
             if run.stop is not None:
                 run.ends[ws.address] = Mark.of(ws, now, fetched=self._names_sources)
                 self._look_up(run)
@@ -243,6 +245,8 @@ class RunRecorder:
             if run.stop is None and len(run.lost) < record.WORKERS:
                 run.lost.append(address if begin is None else str(begin.ws.name))
             if begin is not None:
+                if len(run.left) >= LEFT:
+                    del run.left[next(iter(run.left))]
                 run.left[address] = begin, end or Mark.of(begin.ws, last, fetched=self._names_sources)
 
     def restarted(self) -> None:

@@ -107,6 +107,8 @@ class RootDispatch:
     def graph_arrived(self, fresh: Collection[TaskState]) -> None:
         """Cut the roots of a graph, by its tasks that are still to run, into blocks. Call before their transitions."""
         self.tiny.graph_arrived()
+        if self._waiting[0] not in self._groups.by_key:
+            self._waiting = None, 0.0  # a query that comes again has the same keys: its patience begins anew
         s = self._tables.scheduler
         known: dict[Any, bool] = {}
 

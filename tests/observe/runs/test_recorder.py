@@ -10,6 +10,7 @@ import pytest
 
 from dask_gpurt.observe.answers.compare import Comparison
 from dask_gpurt.observe.answers.runs import RunReport, Runs
+from dask_gpurt.observe.collect import stall_ledger
 from dask_gpurt.observe.collect.causes import BUSY, CAUSES
 from dask_gpurt.observe.collect.stall_ledger import StallLedger
 from dask_gpurt.observe.report.page import page
@@ -385,6 +386,27 @@ def test_services_that_never_end_do_not_hide_all_other_runs() -> None:
     c.finish("serve-0", "x-2")
     assert c.outcomes()[-1] == (recorder.FOLLOWED + 1, "finished", 1)
     assert "The run was followed no more." in record.notes(c.runs.find(1))
+
+
+def test_a_run_of_weeks_keeps_only_some_of_the_workers_that_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "LEFT", 3)
+    monkeypatch.setattr(stall_ledger, "SKEWED", 4)
+    c = Cluster(workers=1)
+    c.submit("serve-1")
+    (stays,) = c.workers.values()
+    for i in range(10):
+        ws = c.workers[f"tcp://h:{i}"] = types.SimpleNamespace(**vars(stays) | {"address": f"tcp://h:{i}"})
+        c.ledger.worker_added(ws)  # type: ignore[arg-type]
+        c.beat(1)
+        reading = c.ledger.readings()[ws.address]
+        c.runs.heard(ws, reading, reading, {}, (("x", ws.address), float(i)))  # type: ignore[arg-type]
+        del c.workers[ws.address]
+        c.ledger.worker_removed(ws.address)
+    (run,) = c.runs._live
+    assert list(run.left) == ["tcp://h:7", "tcp://h:8", "tcp://h:9"]
+    assert len(run.skewed) <= 4
+    assert run.skewed["x", "tcp://h:9"] == 9
+    assert c.runs.find(1)["worker_count"] == 4
 
 
 def test_many_runs_that_go_on_are_looked_at_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,11 @@ def test_a_root_is_not_held_for_ever() -> None:
     assert not engine.held(root)
     engine.groups.gone(root.key)
     assert not engine.root_dispatch.impatient
+    engine.root_dispatch.graph_arrived([])
+    (again,) = own(engine, a, 1)
+    assert again.key == root.key
+    assert not engine.root_dispatch.impatient
+    assert engine.held(again), "the same query once more"
 
 
 def test_a_slow_owner_is_not_waited_for() -> None:

@@ -1,0 +1,132 @@
+"""What the name of an expression does not tell: such an expression does not live on."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING, Any
+
+import dask
+import dask.dataframe as dd
+import numpy as np
+import pandas as pd
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from dask_gpurt.planning import held
+
+
+def rows_with(frame: pd.DataFrame, values: Any) -> pd.DataFrame:
+    return frame[frame.key.isin(list(values))]
+
+
+def rows_of(frame: pd.DataFrame, texts: Any) -> pd.DataFrame:
+    return frame[frame.text.isin(list(texts))]
+
+
+def row_of(frame: pd.DataFrame, table: Any) -> pd.DataFrame:
+    return rows_with(frame, table[0].tolist())
+
+
+def one_row(part: object) -> pd.DataFrame:
+    return pd.DataFrame({"key": [id(part)]})
+
+
+def noted(frame: pd.DataFrame, rules: dict[str, int]) -> pd.DataFrame:
+    return frame.assign(text=", ".join(rules))
+
+
+class Quantity(str):
+    """A text with more in it."""
+
+    unit = ""
+
+    @classmethod
+    def of(cls, unit: str) -> Quantity:
+        one = cls("length")
+        one.unit = unit
+        return one
+
+
+def in_units(frame: pd.DataFrame, quantity: Quantity) -> pd.DataFrame:
+    return frame.assign(text=quantity.unit)
+
+
+SUM, MAX = ("key", "sum"), ("value", "max")
+
+#: a query, and two arguments of it that have the same name to Dask
+ALIKE: dict[str, tuple[Callable[[Any, Any], Any], Any, Any]] = {
+    "aggregation": (
+        lambda t, a: t.groupby("text").agg(a),
+        {"key": "sum", "value": "max"},
+        {"value": "max", "key": "sum"},
+    ),
+    "named aggregation": (
+        lambda t, a: t.groupby("text").agg(**a),
+        {"a": SUM, "b": MAX},
+        {"b": MAX, "a": SUM},
+    ),
+    "median": (
+        lambda t, a: t.groupby("text").agg(a),
+        {"key": "median", "value": "max"},
+        {"value": "max", "key": "median"},
+    ),
+    "argument": (lambda t, a: t.map_partitions(noted, a, meta=t._meta), {"x": 1, "y": 2}, {"y": 2, "x": 1}),
+    "keyword": (lambda t, a: t.map_partitions(noted, rules=a, meta=t._meta), {"x": 1, "y": 2}, {"y": 2, "x": 1}),
+    "text": (lambda t, a: t.map_partitions(in_units, a, meta=t._meta), Quantity.of("m"), Quantity.of("km")),
+    "array": (
+        lambda t, a: t.map_partitions(row_of, a, meta=t._meta),
+        np.array([[1, 2], [3, 1]]),
+        np.array([[1, 2], [3, 1]]).T,
+    ),
+    "array of texts": (
+        lambda t, a: t.map_partitions(rows_of, a, meta=t._meta),
+        np.array(["a-b", "c"], dtype=object),
+        np.array(["a", "b-c"], dtype=object),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ALIKE)
+def test_arguments_of_the_same_name(kept: held.HeldExpressions, files: Path, case: str) -> None:
+    query, first, second = ALIKE[case]
+    t = dd.read_parquet(str(files))
+    expected = query(t, second).compute()
+    gc.collect()
+    kept.install()
+    assert not query(t, first).compute().equals(expected)
+    gc.collect()
+    pd.testing.assert_frame_equal(query(t, second).compute(), expected)
+
+
+def test_a_delayed_object_under_a_name_of_the_users(kept: held.HeldExpressions, files: Path) -> None:
+    kept.install()
+    t = dd.read_parquet(str(files))
+
+    def keys(values: list[int]) -> list[int]:
+        named = dask.delayed(values, name="values")
+        found = t.map_partitions(rows_with, named, meta=t._meta).compute()
+        return sorted(set(found.key))
+
+    assert keys([1]) == [1]
+    gc.collect()
+    assert keys([2, 3]) == [2, 3]
+
+
+def test_the_token_of_what_is_not_held_is_not_taken_again(kept: held.HeldExpressions) -> None:
+    """That of a frame in memory has all of its futures."""
+    taken: list[int] = []
+
+    class Part:
+        def __dask_tokenize__(self) -> str:
+            taken.append(1)
+            return "part"
+
+    kept.install()
+    with dask.config.set({"dataframe.convert-string": False}):  # else the conversion is in between
+        frame = dd.from_map(one_row, [Part()], meta=pd.DataFrame({"key": [1]}))
+    before = len(taken)
+    assert list(frame[["key"]].columns) == ["key"]
+    assert len(taken) == before
