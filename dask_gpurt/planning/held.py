@@ -20,8 +20,8 @@ Why an answer cannot be wrong:
    or delayed objects is not held, nor is what is built on it, so no data lives longer than its owner wants.
 4. Operands that can change, such as a list of a user's, are replaced by copies. So an expression stays what its name
    tells when a user changes the list in place.
-5. A name does not tell everything: a dict in another order gives the same one. What has operands of which it leaves
-   something out that may count (`seam._is_named`) is not held.
+5. A name does not tell everything: a dict in another order gives the same one. What was made of dicts is found only
+   by the same in the same order, and what has other operands that a name tells half of is not held (`named`).
 
 Bounds: `limit` expressions, the least recently used go first; each keeps some empty frames of at most
 `seam.MOST_COLUMNS` columns. An exception in here lets everything go, is counted, and leaves planning to Dask from

@@ -34,6 +34,7 @@ from pandas._config import using_string_dtype
 from pandas._config.config import _global_config
 
 from dask_gpurt.errors import SeamMismatch
+from dask_gpurt.planning import named
 
 #: sections of Dask's configuration that planning reads
 SECTIONS = ("dataframe", "optimization", "tokenize")
@@ -105,14 +106,6 @@ _CHANGING = (
 #: what an expression computes when it is asked for the first time, and keeps, that contains its operands
 _COMPUTED = ("args", "_args", "_kwargs", "agg_args", "aggregate_args", "by", "spec")
 
-#: operands whose dicts mean the same in any order, or which Dask has made
-_UNORDERED = frozenset(
-    (
-        *("_meta", "arrow_to_pandas", "chunk_kwargs", "columns", "combine_kwargs", "decimals", "dtypes"),
-        *("meta", "parent_meta", "storage_options", "value"),
-    )
-)
-
 #: operands that are known to be small whatever they are
 _KNOWN_OPERANDS = frozenset(("_dataset_info_cache", "filesystem", "fs"))
 
@@ -141,8 +134,12 @@ class Instances(weakref.WeakValueDictionary[str, Any]):
 
     def __contains__(self, name: Any) -> bool:
         self._gpurt_held.look()
+        found = self.get(name)
+        if found is not None and named.is_ordered(found):
+            # The one that Dask has just made is a variable of the function that asks.
+            found = found if named.alike(found, sys._getframe(1).f_locals.get("inst")) else None
         # Dask asks for it next. Until then another thread may let it go, so this thread keeps it.
-        self._gpurt_asked.expression = found = self.get(name)
+        self._gpurt_asked.expression = found
         return found is not None
 
     def __getitem__(self, name: str) -> Any:
@@ -287,38 +284,11 @@ def _may_hold(expression: Any) -> bool:
                 return False
             if known and expression.operand("columns") is None and not _is_small(known["base_meta"]):
                 return False
-        elif not _is_plain(operand) or not _is_named(_chosen(names[i] if i < len(names) else "", operand)):
+        elif not _is_plain(operand) or not named.is_named(names[i] if i < len(names) else "", operand):
             return False
     _take(expression)
+    named.has_order(expression)
     return True
-
-
-def _chosen(name: str, operand: Any) -> Any:
-    """What a user has chosen of an operand, as far as its order may count."""
-    if name in _UNORDERED:
-        return None
-    if name == "aggregate_kwargs":
-        return operand.get("spec") if isinstance(operand, dict) else None
-    return list(operand.values()) if name == "kwargs" and isinstance(operand, dict) else operand
-
-
-def _is_named(value: Any) -> bool:
-    """Whether the name of an expression tells all of what a user has chosen.
-
-    Dask leaves out the order of a dict, which is the order of an aggregation's columns; how an array of several
-    dimensions lies in memory; and where a text in an array of objects ends.
-    """
-    if isinstance(value, dict):
-        return len(value) < 2 and all(map(_is_named, value.values()))
-    if isinstance(value, np.ndarray):
-        return value.ndim < 2 and not value.dtype.hasobject
-    if isinstance(value, functools.partial):
-        value = value.func, *value.args, *value.keywords.values()
-    elif isinstance(value, Dict):
-        value = value.args
-    elif isinstance(value, DelayedLeaf):
-        value = (value._obj,)
-    return not isinstance(value, list | tuple) or all(map(_is_named, value))
 
 
 def _take(expression: Any) -> None:

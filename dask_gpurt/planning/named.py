@@ -1,0 +1,89 @@
+"""What the name of an expression leaves out: `is_named` and `order_of` look at its operands, `alike` compares two.
+
+Dask leaves out the order of a dict, which is the order of an aggregation's columns; how an array of several dimensions
+lies in memory; and where a text in an array of objects ends. What has such an array is not held. What has a dict is
+held with its order: it is found again only by an expression with its dicts in that order, made of the same expressions.
+The same goes for all that is built on it, as its name tells no more.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from dask._task_spec import Dict
+from dask.delayed import DelayedLeaf
+
+#: operands whose dicts mean the same in any order, or which Dask has made
+_UNORDERED = frozenset(
+    (
+        *("_meta", "arrow_to_pandas", "chunk_kwargs", "columns", "combine_kwargs", "decimals", "dtypes"),
+        *("meta", "parent_meta", "storage_options", "value", "_dataset_info_cache", "filesystem", "fs"),
+    )
+)
+#: attribute of an expression that is held: whether anything in it has an order (`has_order`)
+_ORDERED = "_gpurt_ordered"
+#: of one or more dicts, nested as they are
+Order = tuple[Any, ...]
+
+
+def is_named(name: str, operand: Any) -> bool:
+    """Whether the name of an expression tells all of an operand but the order of dicts."""
+    return all(not isinstance(v, np.ndarray) or (v.ndim < 2 and not v.dtype.hasobject) for v in _leaves(name, operand))
+
+
+def order_of(expression: Any) -> Order:
+    """The keys of all dicts of two or more among its own operands, in their order; () without such a dict."""
+    names = type(expression)._parameters
+    return tuple(
+        (i, tuple(value))
+        for i, operand in enumerate(expression.operands)
+        for value in _leaves(names[i] if i < len(names) else "", operand)
+        if isinstance(value, dict) and len(value) > 1
+    )
+
+
+def has_order(expression: Any) -> bool:
+    """Whether anything that an expression is made of has a dict whose order its name leaves out. Kept with it."""
+    known: bool | None = vars(expression).get(_ORDERED)
+    if known is None:
+        known = bool(order_of(expression)) or any(map(has_order, expression.dependencies()))
+        vars(expression)[_ORDERED] = known
+    return known
+
+
+def is_ordered(expression: Any) -> bool:
+    """What `has_order` found; False where it was not asked: such an expression is not held, and found as by Dask."""
+    return bool(vars(expression).get(_ORDERED))
+
+
+def alike(found: Any, asked: Any) -> bool:
+    """Whether an expression may stand for one of its name that was just made (None: which is not known)."""
+    if type(asked) is not type(found) or order_of(asked) != order_of(found):
+        return False
+    pairs = zip(found.dependencies(), asked.dependencies(), strict=True)
+    return all(one is other or not has_order(one) for one, other in pairs)
+
+
+def _leaves(name: str, operand: Any) -> list[Any]:
+    """An operand and all that is in it, as far as a user has chosen it and its order may count."""
+    if name in _UNORDERED:
+        return []
+    if name == "aggregate_kwargs":
+        operand = operand.get("spec") if isinstance(operand, dict) else None
+    elif name == "kwargs" and isinstance(operand, dict):
+        operand = list(operand.values())
+    out = [operand]
+    for value in out:  # grows
+        if isinstance(value, dict):
+            out += value.values()
+        elif isinstance(value, functools.partial):
+            out += (value.func, *value.args, *value.keywords.values())
+        elif isinstance(value, Dict):
+            out.append(value.args)
+        elif isinstance(value, DelayedLeaf):
+            out.append(value._obj)
+        elif isinstance(value, list | tuple):
+            out += value
+    return out
