@@ -25,7 +25,6 @@ from dask_gpurt.placement.decide.decision import Declined
 from dask_gpurt.placement.engine import Engine
 from dask_gpurt.placement.monitor import Monitor
 from dask_gpurt.placement.takeover.fetch_sources import FetchSources
-from dask_gpurt.placement.takeover.observe_stock import watch
 from dask_gpurt.placement.takeover.prompt_messages import PromptMessages
 from dask_gpurt.placement.takeover.root_queue import RootQueue
 from dask_gpurt.placement.takeover.seam import Seam
@@ -105,7 +104,7 @@ class PlacementPlugin(SchedulerPlugin):
             engine.adopt()
             self.seam, self.engine = seam, engine
             if self.settings.shadow:
-                watch(seam, engine.shadowed.look)
+                seam.watch(engine.shadowed.look)
             else:
                 self._take_over(scheduler, seam, engine)
         except GpurtError:

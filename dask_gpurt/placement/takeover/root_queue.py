@@ -33,8 +33,6 @@ from typing import TYPE_CHECKING
 
 from distributed.core import Status
 
-from dask_gpurt.errors import InstallError
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable
 
@@ -129,12 +127,7 @@ class RootQueue:
             Another plugin has taken over one of them.
         """
         seam, s = self.seam, self.scheduler
-        for name in NAMES:
-            if name in s.__dict__:
-                raise InstallError(
-                    f"Scheduler.{name} is already overridden by {s.__dict__[name]!r}. Remedy: remove the other plugin, "
-                    "or set gpurt.placement.enabled: false"
-                )
+        seam.require_free(*NAMES)
         self._stock_pump = seam.stock("stimulus_queue_slots_maybe_opened")
         self._stock_decide = seam.stock("decide_worker_rootish_queuing_enabled")
         table = dict(type(s)._TRANSITIONS_TABLE)

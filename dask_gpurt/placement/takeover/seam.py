@@ -43,7 +43,7 @@ from dask_gpurt.model import Sink, null_sink
 from dask_gpurt.model.circuit_breaker import Guard, Part
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from distributed.scheduler import Scheduler
 
@@ -192,14 +192,45 @@ class Seam(Guard):
         for name in overrides:
             if name not in wrappers:
                 raise InstallError(f"cannot override {name!r}; there are wrappers for {', '.join(wrappers)}")
+        self.require_free(*overrides)
+        for name, ours in overrides.items():
+            part = self.part(name)
+            self.put(name, wrappers[name](part, ours))
+
+    def watch(self, observe: Callable[[TaskState, Collection[WorkerState] | None, WorkerState | None], None]) -> None:
+        """Call ``observe(ts, valid, ws)`` after each decision that Dask makes for a task, for shadow mode.
+
+        `valid` are the workers that the task may run on (None: all), `ws` is the one that Dask chose (None: none).
+
+        Raises
+        ------
+        InstallError
+            Another plugin has overridden the method.
+        """
+        name = "decide_worker_non_rootish"
+        self.require_free(name)
+        part, stock = self.part(name), self.stock(name)
+
+        def decide_worker_non_rootish(ts: TaskState) -> WorkerState | None:
+            ws = stock(ts)
+            if part.retired is None:
+                try:
+                    restricted = ts.worker_restrictions or ts.host_restrictions or ts.resource_restrictions
+                    observe(ts, self._allowed(ts) if restricted else None, ws)
+                except Exception:
+                    self.failed(part.name)
+            return ws
+
+        self.put(name, decide_worker_non_rootish)
+
+    def require_free(self, *names: str) -> None:
+        """InstallError where another plugin has overridden one of these attributes of the scheduler."""
+        for name in names:
             if name in self.scheduler.__dict__:
                 raise InstallError(
                     f"Scheduler.{name} is already overridden by {self.scheduler.__dict__[name]!r}. Remedy: remove "
                     "the other plugin, or set gpurt.placement.enabled: false"
                 )
-        for name, ours in overrides.items():
-            part = self.part(name)
-            self.put(name, wrappers[name](part, ours))
 
     def put(self, name: str, ours: object) -> None:
         """Hide the class's attribute `name` behind `ours` until `uninstall`."""
@@ -225,6 +256,11 @@ class Seam(Guard):
         """The class's own method, bound."""
         return getattr(type(self.scheduler), name).__get__(self.scheduler)
 
+    def _allowed(self, ts: TaskState) -> set[WorkerState] | None:
+        """The workers that a restricted task may run on; None: all, as none that it names is there."""
+        valid: set[WorkerState] | None = self.scheduler.valid_workers(ts)
+        return None if not valid and ts.loose_restrictions else valid
+
     def _wrap_decide(self, part: Part, ours: Callable[..., Any]) -> Callable[..., Any]:
         scheduler = self.scheduler
         stock = self.stock("decide_worker_non_rootish")
@@ -238,9 +274,7 @@ class Seam(Guard):
             try:
                 valid = None
                 if ts.worker_restrictions or ts.host_restrictions or ts.resource_restrictions:
-                    valid = scheduler.valid_workers(ts)
-                    if not valid and valid is not None and ts.loose_restrictions:
-                        valid = None
+                    valid = self._allowed(ts)
                 ws = ours(ts, valid)
                 if ws is None:
                     return stock(ts)
