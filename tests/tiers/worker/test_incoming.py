@@ -11,7 +11,7 @@ from distributed.utils_test import gen_cluster
 from benchmarks.eviction_record import record
 from benchmarks.eviction_replay import Belady, Lru, Ours, moved, replay
 from dask_gpurt.config import Settings
-from dask_gpurt.tiers import TierRuntime
+from dask_gpurt.tiers.runtime import TierRuntime
 from tests.memory_watch import NO_WATCH
 
 pytestmark = pytest.mark.cluster
