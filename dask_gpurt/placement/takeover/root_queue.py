@@ -29,7 +29,7 @@ import asyncio
 import math
 import operator
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
 from distributed.core import Status
 
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 NAMES = ("_TRANSITIONS_TABLE", "stimulus_queue_slots_maybe_opened", "decide_worker_rootish_queuing_enabled")
 _address = operator.attrgetter("address")
+_T = TypeVar("_T")
+_Ts = TypeVarTuple("_Ts")
 
 
 def _load(ws: WorkerState) -> float:
@@ -175,12 +177,12 @@ class RootQueue:
         if self.part.retired is not None or self._stock():
             self._stock_pump(stimulus_id=stimulus_id)
             return
-        if not idle and self._nothing_to_give():
+        if not idle and self._ask(self._quiet, False):
             return
         given = 0
         if self._pending():
             for ws in self._order(first_deal or s.validate) if idle else ():
-                while ws in idle and queued and self._wanted(ws):
+                while ws in idle and queued and self._ask(self._worth, True, ws):
                     if first_deal and len(ws.processing) - len(ws.long_running) >= ws.nthreads:
                         break
                     ts = self._offer(ws)
@@ -197,8 +199,10 @@ class RootQueue:
                 self._send(ts, ws, stimulus_id)
         if first_deal and given and queued and self._waits(queued.peek()):
             return
-        while idle and queued and not self._is_held():
+        while idle and queued:
             ts = queued.peek()
+            if self._ask(self._held, False, ts):
+                return
             ws = self._least_busy(ts)
             if ws is None or not self._send(ts, ws, stimulus_id):
                 return
@@ -264,37 +268,18 @@ class RootQueue:
         # Neighbouring blocks go to workers of one host: sorted by address.
         return sorted(idle, key=_address) if everybody else some
 
-    def _nothing_to_give(self) -> bool:
-        try:
-            return self._quiet()
-        except Exception:
-            self.seam.failed(self.part.name)
-            return False
-
     def _hungry_workers(self) -> list[WorkerState]:
         s = self.scheduler
-        try:
-            hungry = self._hungry()
-            if not hungry:
-                return []
-            return [ws for ws in hungry if s.workers.get(ws.address) is ws and ws.status is Status.running]
-        except Exception:
-            self.seam.failed(self.part.name)
-            return []
+        hungry = self._ask(self._hungry, ())
+        return [ws for ws in hungry if s.workers.get(ws.address) is ws and ws.status is Status.running]
 
-    def _is_held(self) -> bool:
+    def _ask(self, question: Callable[[*_Ts], _T], otherwise: _T, *args: *_Ts) -> _T:
+        """What one of the callables answers; `otherwise` if it raises, which is counted."""
         try:
-            return self._held(self.scheduler.queued.peek())
+            return question(*args)
         except Exception:
             self.seam.failed(self.part.name)
-            return False
-
-    def _wanted(self, ws: WorkerState) -> bool:
-        try:
-            return self._worth(ws)
-        except Exception:
-            self.seam.failed(self.part.name)
-            return True
+            return otherwise
 
     # ------------------------------------------------------------------ dealing soon
 
