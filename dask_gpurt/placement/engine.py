@@ -62,10 +62,6 @@ class Engine:
 
     Parameters
     ----------
-    scheduler
-        Read only.
-    settings
-        ``gpurt.placement``.
     policy
         The user's; None: `Cheapest`.
     clock
@@ -157,15 +153,7 @@ class Engine:
     # ------------------------------------------------------------------ decisions
 
     def decide(self, ts: TaskState, valid: Collection[WorkerState] | None) -> WorkerState | None:
-        """The worker to run a task on; None to leave it to Dask.
-
-        Parameters
-        ----------
-        ts
-            The task.
-        valid
-            Workers the task may run on; None: all.
-        """
+        """The worker to run a task on, one of `valid` (None: any); None to leave it to Dask."""
         declined = self._classify(ts)
         if declined is not None:
             self.leave(ts, declined)
@@ -217,20 +205,12 @@ class Engine:
         far: Link,
         too: WorkerInfo | None = None,
     ) -> Decision | Declined:
-        """Compare some workers for a task.
+        """Compare some workers for a task, of those it may run on (`valid`; None: all).
 
         Parameters
         ----------
-        ts
-            The task.
-        valid
-            Workers the task may run on; None: all.
         began
             `time.perf_counter_ns` when the decision began; it is given up when it takes too long.
-        task
-            What is expected of the task.
-        far
-            The path between two nodes.
         too
             A worker that is compared besides the candidates; None: no other.
 

@@ -63,19 +63,7 @@ class Tables:
         self.budget = Budget()
 
     def charge(self, ts: TaskState, kind: Prefix, info: WorkerInfo, root: bool = False) -> Charge:
-        """Add a task to the work assigned to a worker.
-
-        Parameters
-        ----------
-        ts
-            The task.
-        kind
-            Its entry in `durations`.
-        info
-            The worker.
-        root
-            Whether it was pulled from a block of roots.
-        """
+        """Add a task, of this kind in `durations`, to the work assigned to a worker; `root`: pulled from its block."""
         hint = self.guess_seconds(ts) if kind.seconds is None else 0.0
         return self.backlog.charge(ts.key, info, kind, hint, root)
 
