@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     Later = Callable[[float, Callable[[], None]], Any]
+    #: runs a function in a thread, now or later
     Submit = Callable[[Callable[[], object]], Any]
 
 _TRIM, _MMAP = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
@@ -146,13 +147,7 @@ class Heap:
         return pa.system_memory_pool()
 
     def keep(self, limit_bytes: int | None = None) -> None:
-        """Keep freed memory from now on; once per `release`.
-
-        Parameters
-        ----------
-        limit_bytes
-            Memory limit of the worker; None or 0: it has none.
-        """
+        """Keep freed memory from now on; once per `release`. `limit_bytes`: of the worker; None or 0: it has none."""
         with self._lock:
             self._users += 1
             self._kept += 1
@@ -179,8 +174,6 @@ class Heap:
         later
             Calls a function after so many seconds, as `call_later` of an event loop that lives at least as long as the
             worker: a loop that ends before takes the memory with it.
-        submit
-            Runs a function in a thread, now or later.
         """
         with self._lock:
             self._users -= 1
@@ -224,13 +217,7 @@ class Heap:
         return bool(self._limit_bytes) and rss_bytes > PRESSURE * self._limit_bytes
 
     def freed(self, nbytes: int, submit: Submit) -> None:
-        """Received memory was freed for good, its rows are in an output now.
-
-        Parameters
-        ----------
-        submit
-            Runs a function in a thread, now or later.
-        """
+        """Received memory was freed for good, its rows are in an output now."""
         with self._lock:
             if not self._active or not self._users:
                 return
@@ -251,13 +238,7 @@ class Heap:
         submit(self._start_outputs if first else self._trim_now)
 
     def look(self, submit: Submit) -> None:
-        """While rows come in: give back what waits to be used again when the worker needs it. At most once a second.
-
-        Parameters
-        ----------
-        submit
-            Runs a function in a thread, now or later.
-        """
+        """While rows come in: give back what waits to be used again when the worker needs it. At most once a second."""
         now = self._now()
         with self._lock:
             if not self._limit_bytes or now < self._look_at:

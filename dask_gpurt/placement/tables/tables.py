@@ -35,15 +35,7 @@ HOST_SHARE = 0.6
 
 
 class Tables:
-    """Workers, assigned tasks, durations, links, zones, copies on disk, and the time that decisions may take.
-
-    Parameters
-    ----------
-    scheduler
-        Read only.
-    clock
-        Seconds, monotonic.
-    """
+    """Workers, assigned tasks, durations, links, zones, copies on disk, and the time that decisions may take."""
 
     def __init__(self, scheduler: Scheduler, clock: Callable[[], float] = time.monotonic) -> None:
         self.scheduler = scheduler

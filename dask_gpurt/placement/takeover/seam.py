@@ -99,16 +99,8 @@ ATTRIBUTES: dict[type, tuple[str, ...]] = {
 class Seam(Guard):
     """The overrides on one scheduler.
 
-    Parameters
-    ----------
-    scheduler
-        Changed by `install` and `put`.
-    sink
-        Receives events when an override fails or retires.
-    clock
-        Seconds, monotonic.
-    on_fallback
-        Called with the key of a task that stock decided for because the override failed, and why. Must not raise.
+    `on_fallback` is called with the key of a task that stock decided for because the override failed, and why. It must
+    not raise.
     """
 
     def __init__(

@@ -43,13 +43,7 @@ def _prefetch_ended(entry: Entry, outcome: ReadAhead) -> None:
 
 
 class Books:
-    """Entries and byte counts.
-
-    Parameters
-    ----------
-    clock
-        Monotonic seconds.
-    """
+    """Entries and byte counts; `clock`: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock

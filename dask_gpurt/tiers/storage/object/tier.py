@@ -75,17 +75,7 @@ class ObjectHandle:
 
 
 class ObjectTier:
-    """Objects below one prefix that only this worker writes to.
-
-    Parameters
-    ----------
-    bucket
-        The store.
-    prefix
-        Of this worker, without a slash at its end.
-    limit_bytes
-        Quota; None: none.
-    """
+    """Objects below one prefix, without a slash at its end, that only this worker writes to."""
 
     tier = Tier.OBJECT
 
