@@ -115,7 +115,7 @@ class PlacementPlugin(SchedulerPlugin):
             raise InstallError(f"placement could not take over: {type(e).__name__}: {e}. Nothing was changed") from e
 
     def _take_over(self, scheduler: Scheduler, seam: Seam, engine: Engine) -> None:
-        seam.install({"decide_worker_non_rootish": self._decide, "get_comm_cost": engine.comm_cost})
+        seam.install(self._decide, engine.comm_cost)
         dispatch = engine.root_dispatch
         RootQueue(
             seam,

@@ -40,7 +40,7 @@ from distributed.stealing import WorkStealing
 
 from dask_gpurt.errors import InstallError, SeamMismatch
 from dask_gpurt.model import Sink, null_sink
-from dask_gpurt.model.circuit_breaker import Guard, Part
+from dask_gpurt.model.circuit_breaker import Guard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -162,32 +162,28 @@ class Seam(Guard):
             "gpurt.placement.enabled: false"
         )
 
-    def install(self, overrides: Mapping[str, Callable[..., Any]]) -> None:
-        """Put `overrides` in place, wrapped: all of them or none. May be called again for others.
+    def install(
+        self,
+        decide: Callable[[TaskState, set[WorkerState] | None], WorkerState | None],
+        comm_cost: Callable[[TaskState, WorkerState], float | None],
+    ) -> None:
+        """Override both methods, or none. Each of the callables may decline with None.
 
         Parameters
         ----------
-        overrides
-            ``decide_worker_non_rootish``: ``(ts, valid: set[WorkerState] | None) -> WorkerState | None``; None
-            declines. `valid` is None when the task may run anywhere.
-            ``get_comm_cost``: ``(ts, ws) -> float | None`` in seconds; None declines.
+        decide
+            The worker for a task, of those that it may run on; None: all.
+        comm_cost
+            Seconds to bring the inputs of a task to a worker.
 
         Raises
         ------
         InstallError
-            An override that there is no wrapper for, or one that is in place already.
+            Another plugin has overridden one of them.
         """
-        wrappers: dict[str, Callable[[Part, Callable[..., Any]], Callable[..., Any]]] = {
-            "decide_worker_non_rootish": self._wrap_decide,
-            "get_comm_cost": self._wrap_comm_cost,
-        }
-        for name in overrides:
-            if name not in wrappers:
-                raise InstallError(f"cannot override {name!r}; there are wrappers for {', '.join(wrappers)}")
-        self.require_free(*overrides)
-        for name, ours in overrides.items():
-            part = self.part(name)
-            self.put(name, wrappers[name](part, ours))
+        self.require_free("decide_worker_non_rootish", "get_comm_cost")
+        self.put("decide_worker_non_rootish", self._wrap_decide(decide))
+        self.put("get_comm_cost", self._wrap_comm_cost(comm_cost))
 
     def watch(self, observe: Callable[[TaskState, Collection[WorkerState] | None, WorkerState | None], None]) -> None:
         """Call ``observe(ts, valid, ws)`` after each decision that Dask makes for a task, for shadow mode.
@@ -253,9 +249,9 @@ class Seam(Guard):
         valid: set[WorkerState] | None = self.scheduler.valid_workers(ts)
         return None if not valid and ts.loose_restrictions else valid
 
-    def _wrap_decide(self, part: Part, ours: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_decide(self, ours: Callable[..., Any]) -> Callable[..., Any]:
         scheduler = self.scheduler
-        stock = self.stock("decide_worker_non_rootish")
+        part, stock = self.part("decide_worker_non_rootish"), self.stock("decide_worker_non_rootish")
         running, on_fallback = Status.running, self._on_fallback
 
         def decide_worker_non_rootish(ts: TaskState) -> WorkerState | None:
@@ -282,8 +278,8 @@ class Seam(Guard):
 
         return decide_worker_non_rootish
 
-    def _wrap_comm_cost(self, part: Part, ours: Callable[..., Any]) -> Callable[..., Any]:
-        stock = self.stock("get_comm_cost")
+    def _wrap_comm_cost(self, ours: Callable[..., Any]) -> Callable[..., Any]:
+        part, stock = self.part("get_comm_cost"), self.stock("get_comm_cost")
 
         def get_comm_cost(ts: TaskState, ws: WorkerState) -> float:
             if part.retired is not None:
