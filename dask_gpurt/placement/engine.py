@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from dask_gpurt.model.link import Link
     from dask_gpurt.model.views import TaskView
     from dask_gpurt.placement.decide.policy import Policy
-    from dask_gpurt.placement.tables.disk_residency import DiskResidency
     from dask_gpurt.placement.tables.workers import WorkerInfo
 
 #: weight of a decision in a worker's share of network traffic
@@ -141,15 +140,6 @@ class Engine:
             on_retired=lambda reason: self.on_retired(reason),
         )
 
-    @property
-    def residence(self) -> DiskResidency:
-        """Which copies must be read first. One table for all who decide; the extension sets that of its scheduler."""
-        return self.tables.residence
-
-    @residence.setter
-    def residence(self, residence: DiskResidency) -> None:
-        self.tables.residence = residence
-
     # ------------------------------------------------------------------ decisions
 
     def decide(self, ts: TaskState, valid: Collection[WorkerState] | None) -> WorkerState | None:
@@ -220,7 +210,7 @@ class Engine:
             The policy chose none of them.
         """
         tables = self.tables
-        inputs = candidates.Inputs(ts.dependencies, self.workers.by_address, self.residence.on_disk)
+        inputs = candidates.Inputs(ts.dependencies, self.workers.by_address, tables.residence.on_disk)
         abroad = inputs.own_bytes < task.compute_seconds * far.bytes_per_second
         picked = candidates.pick(inputs, self.workers, self.settings.candidates, valid, abroad)
         if not picked:
@@ -246,7 +236,7 @@ class Engine:
         info, view = decision.info, decision.view
         if view.read_seconds:
             for address, nbytes in candidates.readers(info, decision.inputs, self.workers.by_address).items():
-                self.residence.book(address, nbytes)
+                self.tables.residence.book(address, nbytes)
         if restricted:
             self.decided["restricted"] += 1
         if view.far_fetches or view.near_fetches:
@@ -271,7 +261,7 @@ class Engine:
             return True
         if self.workers.zoned and self._spans_zones(ts):
             return True
-        on_disk = self.residence.on_disk
+        on_disk = self.tables.residence.on_disk
         return bool(on_disk) and any(d.key in on_disk for d in islice(ts.dependencies, candidates.MAX_INPUTS))
 
     def _spans_zones(self, ts: TaskState) -> bool:
@@ -335,7 +325,7 @@ class Engine:
             for other in self.workers.all.items:
                 self.workers.move(other, *node_of(other.address, other.ws.host))
         self.groups.worker_removed(address)
-        self.residence.worker_removed(address)
+        self.tables.residence.worker_removed(address)
         self.tables.devices.removed(address)
         self.durations.threads = self.scheduler.total_nthreads
         self.root_dispatch.workers_changed(info)

@@ -45,7 +45,7 @@ class Tables:
         self.durations = Durations()
         self.links = LinkMatrix()
         self.zones = Zones()
-        #: which copies are on disk, as the workers report it
+        #: which copies are on disk, as the workers report it; the extension sets that of its scheduler
         self.residence = DiskResidency()
         #: which workers can have no device
         self.devices = Devices()
