@@ -89,7 +89,7 @@ class DeviceSpace:
         self._blocks = KeptBlocks()
         self._serial = itertools.count(1)
         #: called with a box whose value has left the device or come back, in any thread, its lock held; must not raise
-        self.on_moved: Callable[[Box], None] = _ignored
+        self.on_moved: Callable[[Box], None] = lambda box: None
         #: libraries of values so far whose memory came past the allocator
         self.outside_seen: set[str] = set()
         #: values that left while the allocator got nothing back: others held the memory
@@ -381,7 +381,3 @@ class DeviceSpace:
         for box in self._all():
             self.remove(box)
         self.copies.close()
-
-
-def _ignored(box: Box) -> None:
-    return None

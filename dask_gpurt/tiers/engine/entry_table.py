@@ -34,10 +34,6 @@ _BELOW = (State.STORED, State.LOADING)
 _LEAVES = frozenset({"write", "drop", "damaged", "undecodable"})
 
 
-def _nothing() -> None:
-    return None
-
-
 def _prefetch_ended(entry: Entry, outcome: ReadAhead) -> None:
     entry.prefetched = False
 
@@ -67,7 +63,7 @@ class Books:
         #: called when a value that was read ahead is used, or leaves; see `prefetch`
         self.on_prefetch_end: Callable[[Entry, ReadAhead], None] = _prefetch_ended
         #: called when there may be room
-        self.on_change: Callable[[], None] = _nothing
+        self.on_change: Callable[[], None] = lambda: None
 
     def add(self, account: Account, key: Hashable, value: object, nbytes: int) -> Entry:
         """A value in memory."""

@@ -124,7 +124,7 @@ class TieredStore(MutableMapping["Key", Any]):
         #: keeps the values that are in device memory; the entry's value is then a `Box`. Set by `use_device`
         self.device: DeviceSpace | None = None
         #: called on the loop with the key of a device value that is on another tier now; must not raise
-        self.on_device_moved: Callable[[Key], None] = _ignored
+        self.on_device_moved: Callable[[Key], None] = lambda key: None
         #: brings values back to the device before they are needed; None: nothing does
         self.ahead: DeviceAhead | None = None
 
@@ -398,7 +398,3 @@ class TieredStore(MutableMapping["Key", Any]):
     def cumulative_metrics(self) -> dict[tuple[str, str], float]:
         """(activity, unit) to an ever growing value; ``dask_worker_spill_*`` in Prometheus."""
         return self._engine.counters.as_stock()
-
-
-def _ignored(key: Key) -> None:
-    return None
