@@ -109,7 +109,8 @@ class Heap:
         self._look_at = 0.0
         self._libc = libc
         self._rss_bytes = rss_bytes
-        self._users = 0
+        #: runs that are open
+        self.users = 0
         #: counts calls of `keep`: a timer of before does nothing
         self._kept = 0
         #: whether the thresholds are high
@@ -131,11 +132,6 @@ class Heap:
         self._active = self._active and (self._libc is not None or pages is not None)
 
     @property
-    def users(self) -> int:
-        """Runs that are open."""
-        return self._users
-
-    @property
     def pool(self) -> pa.MemoryPool:
         """Where Arrow memory of a shuffle comes from, for the thread that asks."""
         # Late: on a worker that has no shuffle it would be most of what this package takes, 24 MB.
@@ -149,11 +145,11 @@ class Heap:
     def keep(self, limit_bytes: int | None = None) -> None:
         """Keep freed memory from now on; once per `release`. `limit_bytes`: of the worker; None or 0: it has none."""
         with self._lock:
-            self._users += 1
+            self.users += 1
             self._kept += 1
             if limit_bytes:
                 self._limit_bytes = min(self._limit_bytes or limit_bytes, limit_bytes)
-            if self._users == 1:
+            if self.users == 1:
                 self._mark_bytes = 0
             if self.warm or not self._active:
                 return
@@ -176,8 +172,8 @@ class Heap:
             worker: a loop that ends before takes the memory with it.
         """
         with self._lock:
-            self._users -= 1
-            if self._users or not self._active:
+            self.users -= 1
+            if self.users or not self._active:
                 return
             kept = self._kept
         self._look(kept, LINGER_SECONDS, later, submit)
@@ -185,7 +181,7 @@ class Heap:
     def _look(self, kept: int, left_seconds: float, later: Later, submit: Submit) -> None:
         """Give memory back if it is time to, or it is needed; else look again."""
         with self._lock:
-            if self._users or kept != self._kept:
+            if self.users or kept != self._kept:
                 return
             if left_seconds > 0 and not self._needed(self._rss_bytes()):
                 later(_TICK_SECONDS, functools.partial(self._look, kept, left_seconds - _TICK_SECONDS, later, submit))
@@ -219,7 +215,7 @@ class Heap:
     def freed(self, nbytes: int, submit: Submit) -> None:
         """Received memory was freed for good, its rows are in an output now."""
         with self._lock:
-            if not self._active or not self._users:
+            if not self._active or not self.users:
                 return
             self._freed += nbytes
             first = not self._mark_bytes
@@ -253,7 +249,7 @@ class Heap:
         self._mark_bytes = self._rss_bytes()
 
     def _trim(self) -> None:
-        if not self._users:  # else another shuffle has begun, and needs it
+        if not self.users:  # else another shuffle has begun, and needs it
             self._trim_now()
 
     def _trim_now(self) -> None:
