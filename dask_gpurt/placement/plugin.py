@@ -116,22 +116,7 @@ class PlacementPlugin(SchedulerPlugin):
 
     def _take_over(self, scheduler: Scheduler, seam: Seam, engine: Engine) -> None:
         seam.install(self._decide, engine.comm_cost)
-        dispatch = engine.root_dispatch
-        RootQueue(
-            seam,
-            at_once=dispatch.tiny.at_once,
-            choose=dispatch.tiny.worker,
-            waits=engine.groups.waits,
-            pull=engine.pull,
-            pending=engine.groups.__len__,
-            worth=engine.worth,
-            held=engine.held,
-            quiet=dispatch.quiet,
-            hungry=dispatch.hungry,
-            first=dispatch.first,
-            takers=dispatch.takers,
-            stock=engine.leaves_roots,
-        ).install()
+        RootQueue(seam, engine).install()
         engine.on_retired = self._retired
         self.stealing = Stealing(scheduler, seam)
         self.stealing.install(engine.thief)

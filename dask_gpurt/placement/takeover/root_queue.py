@@ -1,6 +1,6 @@
 """`RootQueue`: overrides which queued root task goes to which worker. See `seam` for the rules.
 
-`install` takes over three names of the scheduler. The choices come from the callables given to `RootQueue`, see
+`install` takes over three names of the scheduler. The choices are the engine's, by methods of it, of its blocks and of
 `decide.root_dispatch`. Everything else of queuing stays *stock*, that is Dask's own: how many tasks a worker gets, when
 free slots are filled, the transitions.
 
@@ -34,10 +34,11 @@ from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 from distributed.core import Status
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable
+    from collections.abc import Callable, Hashable
 
     from distributed.scheduler import RecsMsgs, Scheduler, TaskState, WorkerState
 
+    from dask_gpurt.placement.engine import Engine
     from dask_gpurt.placement.takeover.seam import Seam
 
 NAMES = ("_TRANSITIONS_TABLE", "stimulus_queue_slots_maybe_opened", "decide_worker_rootish_queuing_enabled")
@@ -51,65 +52,18 @@ def _load(ws: WorkerState) -> float:
 
 
 class RootQueue:
-    """Overrides how one scheduler gives out its queued root tasks.
+    """Overrides how one scheduler gives out its queued root tasks."""
 
-    Parameters
-    ----------
-    seam
-        Counts failures, and restores the names.
-    at_once
-        ``(ts) -> bool``: whether a ready root is not to be queued at all.
-    choose
-        ``(ts) -> WorkerState | None``: the worker that gets such a root; None: it is queued after all.
-    waits
-        ``(ts) -> bool``: whether a ready root is to be queued for a particular worker.
-    pull
-        ``(ws, ahead) -> TaskState | None``: the queued task that this worker should run; None: none in particular. With
-        `ahead` it has no free slot, and None means none at all.
-    pending
-        How many tasks `pull` could name at most; 0 skips the offers.
-    worth
-        ``(ws) -> bool``: whether a worker with a free slot should get one of the queued tasks.
-    held
-        ``(ts) -> bool``: whether a queued task is to stay queued although a worker has a free slot. Only while
-        another worker is busy: its next finished task fills slots again.
-    quiet
-        ``() -> bool``: whether `hungry` would name no worker. Called where no worker has a free slot, which is after
-        most tasks; it may forget which workers have finished a task.
-    hungry
-        Workers all of whose slots are taken, but by tasks that wait for inputs: they are offered a task, too.
-    first
-        Workers to be offered tasks when a slot may have opened.
-    takers
-        ``(ts) -> workers`` of which the least busy gets a task that no worker pulls; None: the task is not known.
-    stock
-        ``() -> bool``: whether Dask's own methods do all of it now.
-    """
-
-    def __init__(
-        self,
-        seam: Seam,
-        *,
-        at_once: Callable[[TaskState], bool],
-        choose: Callable[[TaskState], WorkerState | None],
-        waits: Callable[[TaskState], bool],
-        pull: Callable[[WorkerState, bool], TaskState | None],
-        pending: Callable[[], int],
-        worth: Callable[[WorkerState], bool],
-        held: Callable[[TaskState], bool],
-        quiet: Callable[[], bool],
-        hungry: Callable[[], Iterable[WorkerState]],
-        first: Callable[[], Iterable[WorkerState]],
-        takers: Callable[[TaskState | None], Iterable[WorkerState]],
-        stock: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def __init__(self, seam: Seam, engine: Engine) -> None:
         self.scheduler: Scheduler = seam.scheduler
         self.seam = seam
         self.part = seam.part("roots")
-        self._at_once, self._choose = at_once, choose
-        self._waits, self._pull, self._pending, self._worth = waits, pull, pending, worth
-        self._held, self._hungry, self._first, self._takers = held, hungry, first, takers
-        self._quiet, self._stock = quiet, stock
+        dispatch, groups = engine.root_dispatch, engine.groups
+        self._at_once, self._choose = dispatch.tiny.at_once, dispatch.tiny.worker
+        self._waits, self._pull, self._pending = groups.waits, engine.pull, groups.__len__
+        self._worth, self._held, self._stock = engine.worth, engine.held, engine.leaves_roots
+        self._quiet, self._hungry = dispatch.quiet, dispatch.hungry
+        self._first, self._takers = dispatch.first, dispatch.takers
         #: the task that becomes ready now
         self._deciding: TaskState | None = None
         #: the worker that the root now in transition was offered to
@@ -270,7 +224,7 @@ class RootQueue:
 
     def _hungry_workers(self) -> list[WorkerState]:
         s = self.scheduler
-        hungry = self._ask(self._hungry, ())
+        hungry: list[WorkerState] = self._ask(self._hungry, [])
         return [ws for ws in hungry if s.workers.get(ws.address) is ws and ws.status is Status.running]
 
     def _ask(self, question: Callable[[*_Ts], _T], otherwise: _T, *args: *_Ts) -> _T:
