@@ -26,7 +26,7 @@ from dask_gpurt.tiers.engine.victims import Victims
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dask_gpurt.tiers.engine.access_trace import TraceEvent
+    from benchmarks.eviction_record import TraceEvent
     from dask_gpurt.tiers.engine.entry import Account
     from dask_gpurt.tiers.storage.handle import Handle
 

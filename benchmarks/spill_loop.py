@@ -48,7 +48,7 @@ class Tiers(WorkerPlugin):
         self.settings = settings
 
     async def setup(self, worker: Worker) -> None:
-        from dask_gpurt.tiers import TierRuntime
+        from dask_gpurt.tiers.runtime import TierRuntime
 
         self.runtime = await TierRuntime.install(worker, self.settings)
 

@@ -1,7 +1,7 @@
 """How far from the optimum is eviction? Traces of real runs, replayed through LRU and Belady at the same capacity.
 
 Workloads whose data is several times the workers' memory run on a real cluster of processes, with a record of every
-access on every worker (`dask_gpurt.tiers.engine.access_trace`). Each record is then replayed
+access on every worker (`benchmarks.eviction_record`). Each record is then replayed
 (`benchmarks.eviction_replay`). Printed per workload, in bytes of values written and read, summed over the workers:
 
 * ``moved``: what was really moved;
@@ -30,6 +30,7 @@ from dask.utils import parse_bytes
 from distributed import Client, LocalCluster, Scheduler, Worker
 
 from benchmarks import compare, data
+from benchmarks.eviction_record import record
 from benchmarks.eviction_replay import Belady, Lru, Ours, moved, replay
 from benchmarks.spill_workloads import WORKLOADS
 from dask_gpurt.config import Settings
@@ -56,19 +57,16 @@ def _record(dask_worker: Worker) -> None:
     parts = on_worker(dask_worker)
     assert parts is not None
     assert parts.runtime is not None
-    parts.runtime.engine.record(EVENTS)
+    dask_worker.trace_of_gpurt = record(parts.runtime.engine, EVENTS)
 
 
 def _traces(dask_worker: Worker) -> dict[str, Any]:
     parts = on_worker(dask_worker)
     assert parts is not None
     assert parts.runtime is not None
-    engine = parts.runtime.engine
-    trace = engine.books.trace
-    assert trace is not None
     stats = parts.runtime.statistics()
     return {
-        "trace": trace.to_dict(),
+        "trace": dask_worker.trace_of_gpurt.to_dict(),
         "evictions": stats["evictions"],
         "hints": stats["hints"],
         "admission_waits": stats["admission_waits"],

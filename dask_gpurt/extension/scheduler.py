@@ -231,7 +231,7 @@ class GpurtScheduler(SchedulerPlugin):
         plugin = PlacementPlugin(self.settings.placement, policy=policy.load(self.settings.policy), sink=self.journal)
         await plugin.start(scheduler)
         if plugin.engine is not None:
-            plugin.engine.residence = self.residence
+            plugin.engine.tables.residence = self.residence  # one table for all who decide
         scheduler.plugins[plugin.name] = plugin
         self.placement = plugin
 

@@ -37,13 +37,7 @@ def glibc() -> Any:
 
 
 class Arenas:
-    """Those of the threads that said so. One per process (`arenas`); any thread.
-
-    Parameters
-    ----------
-    libc
-        None: nothing is ever done.
-    """
+    """Those of the threads that said so. One per process (`arenas`); any thread. Without a `libc` it does nothing."""
 
     def __init__(self, libc: Any) -> None:
         self._libc = libc

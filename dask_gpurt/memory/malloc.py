@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     Later = Callable[[float, Callable[[], None]], Any]
+    #: runs a function in a thread, now or later
     Submit = Callable[[Callable[[], object]], Any]
 
 _TRIM, _MMAP = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
@@ -108,7 +109,8 @@ class Heap:
         self._look_at = 0.0
         self._libc = libc
         self._rss_bytes = rss_bytes
-        self._users = 0
+        #: runs that are open
+        self.users = 0
         #: counts calls of `keep`: a timer of before does nothing
         self._kept = 0
         #: whether the thresholds are high
@@ -130,11 +132,6 @@ class Heap:
         self._active = self._active and (self._libc is not None or pages is not None)
 
     @property
-    def users(self) -> int:
-        """Runs that are open."""
-        return self._users
-
-    @property
     def pool(self) -> pa.MemoryPool:
         """Where Arrow memory of a shuffle comes from, for the thread that asks."""
         # Late: on a worker that has no shuffle it would be most of what this package takes, 24 MB.
@@ -146,19 +143,13 @@ class Heap:
         return pa.system_memory_pool()
 
     def keep(self, limit_bytes: int | None = None) -> None:
-        """Keep freed memory from now on; once per `release`.
-
-        Parameters
-        ----------
-        limit_bytes
-            Memory limit of the worker; None or 0: it has none.
-        """
+        """Keep freed memory from now on; once per `release`. `limit_bytes`: of the worker; None or 0: it has none."""
         with self._lock:
-            self._users += 1
+            self.users += 1
             self._kept += 1
             if limit_bytes:
                 self._limit_bytes = min(self._limit_bytes or limit_bytes, limit_bytes)
-            if self._users == 1:
+            if self.users == 1:
                 self._mark_bytes = 0
             if self.warm or not self._active:
                 return
@@ -179,12 +170,10 @@ class Heap:
         later
             Calls a function after so many seconds, as `call_later` of an event loop that lives at least as long as the
             worker: a loop that ends before takes the memory with it.
-        submit
-            Runs a function in a thread, now or later.
         """
         with self._lock:
-            self._users -= 1
-            if self._users or not self._active:
+            self.users -= 1
+            if self.users or not self._active:
                 return
             kept = self._kept
         self._look(kept, LINGER_SECONDS, later, submit)
@@ -192,7 +181,7 @@ class Heap:
     def _look(self, kept: int, left_seconds: float, later: Later, submit: Submit) -> None:
         """Give memory back if it is time to, or it is needed; else look again."""
         with self._lock:
-            if self._users or kept != self._kept:
+            if self.users or kept != self._kept:
                 return
             if left_seconds > 0 and not self._needed(self._rss_bytes()):
                 later(_TICK_SECONDS, functools.partial(self._look, kept, left_seconds - _TICK_SECONDS, later, submit))
@@ -224,15 +213,9 @@ class Heap:
         return bool(self._limit_bytes) and rss_bytes > PRESSURE * self._limit_bytes
 
     def freed(self, nbytes: int, submit: Submit) -> None:
-        """Received memory was freed for good, its rows are in an output now.
-
-        Parameters
-        ----------
-        submit
-            Runs a function in a thread, now or later.
-        """
+        """Received memory was freed for good, its rows are in an output now."""
         with self._lock:
-            if not self._active or not self._users:
+            if not self._active or not self.users:
                 return
             self._freed += nbytes
             first = not self._mark_bytes
@@ -251,13 +234,7 @@ class Heap:
         submit(self._start_outputs if first else self._trim_now)
 
     def look(self, submit: Submit) -> None:
-        """While rows come in: give back what waits to be used again when the worker needs it. At most once a second.
-
-        Parameters
-        ----------
-        submit
-            Runs a function in a thread, now or later.
-        """
+        """While rows come in: give back what waits to be used again when the worker needs it. At most once a second."""
         now = self._now()
         with self._lock:
             if not self._limit_bytes or now < self._look_at:
@@ -272,7 +249,7 @@ class Heap:
         self._mark_bytes = self._rss_bytes()
 
     def _trim(self) -> None:
-        if not self._users:  # else another shuffle has begun, and needs it
+        if not self.users:  # else another shuffle has begun, and needs it
             self._trim_now()
 
     def _trim_now(self) -> None:

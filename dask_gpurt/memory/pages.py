@@ -121,15 +121,7 @@ def system() -> System | None:
 
 
 class Pages:
-    """Blocks of memory. One per process (`pages`); any thread.
-
-    Parameters
-    ----------
-    system
-        None: all blocks are numpy's.
-    now
-        Seconds of any clock.
-    """
+    """Blocks of memory. One per process (`pages`); any thread. Without a `system` all blocks are numpy's."""
 
     def __init__(self, system: System | None, now: Callable[[], float] = time.monotonic) -> None:
         self._system = system

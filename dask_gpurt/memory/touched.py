@@ -20,11 +20,6 @@ THREADS = 4
 class Touched:
     """Zeros, aligned to a huge page.
 
-    Parameters
-    ----------
-    nbytes
-        How many.
-
     Raises
     ------
     OSError

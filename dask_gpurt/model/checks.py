@@ -18,21 +18,12 @@ REMEDY = "Nothing was changed. Remedy: use distributed >= 2026.7.1, < 2026.9, or
 
 
 def require_names(root: object, what: str, paths: Iterable[str]) -> None:
-    """Require that an object has attributes.
-
-    Parameters
-    ----------
-    root
-        The object.
-    what
-        Its name in the message.
-    paths
-        Dotted paths from `root`.
+    """Require that an object has attributes, given as dotted paths from it.
 
     Raises
     ------
     SeamMismatch
-        One of them does not exist.
+        One of them does not exist; `what` names the object in the message.
     """
     for path in paths:
         target = root

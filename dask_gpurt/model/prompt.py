@@ -48,15 +48,9 @@ ASKING = frozenset(("cancel-keys", "update-graph"))
 
 
 class PromptStream(Wrapped):
-    """Sends the messages of one stream early.
+    """Sends the messages of one stream, of a live connection, early.
 
-    Parameters
-    ----------
-    stream
-        Of a live connection.
-    urgent
-        ``(messages just added) -> bool``: whether what waits in the stream is to be sent now. Called on the stream's
-        event loop.
+    ``urgent(messages just added)``, called on the stream's event loop: whether what waits is to be sent now.
     """
 
     def __init__(self, stream: BatchedSend, urgent: Callable[[tuple[Mapping[str, Any], ...]], bool]) -> None:

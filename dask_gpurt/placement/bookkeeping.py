@@ -38,12 +38,7 @@ if TYPE_CHECKING:
 class Bookkeeping:
     """Keeps the tables, blocks, log and judges of one scheduler up to date.
 
-    Parameters
-    ----------
-    tables, groups, dispatch, log, governor, graph_judge
-        Updated.
-    on_retired
-        Called with the reason when the governor switches the policy off.
+    `on_retired` is called with the reason when the governor switches the policy off.
     """
 
     def __init__(
@@ -116,16 +111,9 @@ class Bookkeeping:
             judge.moved_bytes += sum(d.get_nbytes() for d in ts.dependencies if needs.get(d) == 1)
 
     def left(self, key: Hashable, finish: str, details: Mapping[str, Any]) -> None:
-        """Take in a task that is no longer assigned.
+        """Take in a task that is no longer assigned, and is in the state `finish` now.
 
-        Parameters
-        ----------
-        key
-            Of the task.
-        finish
-            Its new state.
-        details
-            The keywords of the transition: ``worker``, ``startstops``, ``nbytes`` where it has a result.
+        `details` are the keywords of the transition: ``worker``, ``startstops``, ``nbytes`` where it has a result.
         """
         if self._graph_judge.left:
             self._graph_judge.finished(finish == "memory")

@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from dask_gpurt.model.link import Link
     from dask_gpurt.model.views import TaskView
     from dask_gpurt.placement.decide.policy import Policy
-    from dask_gpurt.placement.tables.disk_residency import DiskResidency
     from dask_gpurt.placement.tables.workers import WorkerInfo
 
 #: weight of a decision in a worker's share of network traffic
@@ -62,10 +61,6 @@ class Engine:
 
     Parameters
     ----------
-    scheduler
-        Read only.
-    settings
-        ``gpurt.placement``.
     policy
         The user's; None: `Cheapest`.
     clock
@@ -145,27 +140,10 @@ class Engine:
             on_retired=lambda reason: self.on_retired(reason),
         )
 
-    @property
-    def residence(self) -> DiskResidency:
-        """Which copies must be read first. One table for all who decide; the extension sets that of its scheduler."""
-        return self.tables.residence
-
-    @residence.setter
-    def residence(self, residence: DiskResidency) -> None:
-        self.tables.residence = residence
-
     # ------------------------------------------------------------------ decisions
 
     def decide(self, ts: TaskState, valid: Collection[WorkerState] | None) -> WorkerState | None:
-        """The worker to run a task on; None to leave it to Dask.
-
-        Parameters
-        ----------
-        ts
-            The task.
-        valid
-            Workers the task may run on; None: all.
-        """
+        """The worker to run a task on, one of `valid` (None: any); None to leave it to Dask."""
         declined = self._classify(ts)
         if declined is not None:
             self.leave(ts, declined)
@@ -217,20 +195,12 @@ class Engine:
         far: Link,
         too: WorkerInfo | None = None,
     ) -> Decision | Declined:
-        """Compare some workers for a task.
+        """Compare some workers for a task, of those it may run on (`valid`; None: all).
 
         Parameters
         ----------
-        ts
-            The task.
-        valid
-            Workers the task may run on; None: all.
         began
             `time.perf_counter_ns` when the decision began; it is given up when it takes too long.
-        task
-            What is expected of the task.
-        far
-            The path between two nodes.
         too
             A worker that is compared besides the candidates; None: no other.
 
@@ -240,7 +210,7 @@ class Engine:
             The policy chose none of them.
         """
         tables = self.tables
-        inputs = candidates.Inputs(ts.dependencies, self.workers.by_address, self.residence.on_disk)
+        inputs = candidates.Inputs(ts.dependencies, self.workers.by_address, tables.residence.on_disk)
         abroad = inputs.own_bytes < task.compute_seconds * far.bytes_per_second
         picked = candidates.pick(inputs, self.workers, self.settings.candidates, valid, abroad)
         if not picked:
@@ -266,7 +236,7 @@ class Engine:
         info, view = decision.info, decision.view
         if view.read_seconds:
             for address, nbytes in candidates.readers(info, decision.inputs, self.workers.by_address).items():
-                self.residence.book(address, nbytes)
+                self.tables.residence.book(address, nbytes)
         if restricted:
             self.decided["restricted"] += 1
         if view.far_fetches or view.near_fetches:
@@ -291,7 +261,7 @@ class Engine:
             return True
         if self.workers.zoned and self._spans_zones(ts):
             return True
-        on_disk = self.residence.on_disk
+        on_disk = self.tables.residence.on_disk
         return bool(on_disk) and any(d.key in on_disk for d in islice(ts.dependencies, candidates.MAX_INPUTS))
 
     def _spans_zones(self, ts: TaskState) -> bool:
@@ -355,7 +325,7 @@ class Engine:
             for other in self.workers.all.items:
                 self.workers.move(other, *node_of(other.address, other.ws.host))
         self.groups.worker_removed(address)
-        self.residence.worker_removed(address)
+        self.tables.residence.worker_removed(address)
         self.tables.devices.removed(address)
         self.durations.threads = self.scheduler.total_nthreads
         self.root_dispatch.workers_changed(info)

@@ -75,21 +75,7 @@ SOUNDINGS = 32
 
 
 class Monitor:
-    """The rounds of one scheduler.
-
-    Parameters
-    ----------
-    engine
-        Read, and updated with suspicions.
-    guard
-        Counts failures of a round.
-    stealing
-        Moves waiting tasks.
-    copies
-        Starts second copies; None: there are none.
-    clock
-        Seconds since the epoch; None: `time.time`.
-    """
+    """The rounds of one scheduler; `clock`: seconds since the epoch, None for `time.time`."""
 
     def __init__(
         self,

@@ -25,7 +25,6 @@ from dask_gpurt.placement.decide.decision import Declined
 from dask_gpurt.placement.engine import Engine
 from dask_gpurt.placement.monitor import Monitor
 from dask_gpurt.placement.takeover.fetch_sources import FetchSources
-from dask_gpurt.placement.takeover.observe_stock import watch
 from dask_gpurt.placement.takeover.prompt_messages import PromptMessages
 from dask_gpurt.placement.takeover.root_queue import RootQueue
 from dask_gpurt.placement.takeover.seam import Seam
@@ -105,7 +104,7 @@ class PlacementPlugin(SchedulerPlugin):
             engine.adopt()
             self.seam, self.engine = seam, engine
             if self.settings.shadow:
-                watch(seam, engine.shadowed.look)
+                seam.watch(engine.shadowed.look)
             else:
                 self._take_over(scheduler, seam, engine)
         except GpurtError:
@@ -116,23 +115,8 @@ class PlacementPlugin(SchedulerPlugin):
             raise InstallError(f"placement could not take over: {type(e).__name__}: {e}. Nothing was changed") from e
 
     def _take_over(self, scheduler: Scheduler, seam: Seam, engine: Engine) -> None:
-        seam.install({"decide_worker_non_rootish": self._decide, "get_comm_cost": engine.comm_cost})
-        dispatch = engine.root_dispatch
-        RootQueue(
-            seam,
-            at_once=dispatch.tiny.at_once,
-            choose=dispatch.tiny.worker,
-            waits=engine.groups.waits,
-            pull=engine.pull,
-            pending=engine.groups.__len__,
-            worth=engine.worth,
-            held=engine.held,
-            quiet=dispatch.quiet,
-            hungry=dispatch.hungry,
-            first=dispatch.first,
-            takers=dispatch.takers,
-            stock=engine.leaves_roots,
-        ).install()
+        seam.install(self._decide, engine.comm_cost)
+        RootQueue(seam, engine).install()
         engine.on_retired = self._retired
         self.stealing = Stealing(scheduler, seam)
         self.stealing.install(engine.thief)

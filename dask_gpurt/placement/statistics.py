@@ -55,7 +55,7 @@ def of(engine: Engine) -> dict[str, Any]:
             "charges": len(engine.backlog.charges),
             "unknown": sum(map(len, engine.backlog.unknown.values())),
             "roots": len(engine.groups),
-            "copies_on_disk": engine.residence.copies,
+            "copies_on_disk": engine.tables.residence.copies,
         },
         "devices": engine.tables.devices.statistics(),
     }

@@ -102,7 +102,7 @@ def _sound(sim: Simulation, engine: Engine) -> None:
 def _tell(plugin: PlacementPlugin, address: str, key: Key, tier: str | None, nbytes: int) -> None:
     """What `tiers.residence` tells live; here at once, there some 20 ms later."""
     if plugin.engine is not None:
-        table = plugin.engine.residence
+        table = plugin.engine.tables.residence
         if tier == "disk":
             table.heard(address, [(key, nbytes)], ())
         elif key in table.on_disk:

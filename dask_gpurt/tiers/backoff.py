@@ -13,13 +13,7 @@ def rest_seconds(failures: int) -> float:
 
 
 class BackOff:
-    """Failures in a row of one thing, and until when it rests. Not thread-safe.
-
-    Parameters
-    ----------
-    patience
-        Failures in a row from which on it rests.
-    """
+    """Failures in a row of one thing, `patience` of which let it rest, and until when it does. Not thread-safe."""
 
     __slots__ = ("failures", "patience", "until")
 

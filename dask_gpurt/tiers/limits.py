@@ -63,13 +63,7 @@ class Limits:
 
 
 def limits_of(worker: Worker, settings: TierSettings, *, shards_only: bool) -> Limits:
-    """Combine what a worker and our settings say; see the table above.
-
-    Parameters
-    ----------
-    shards_only
-        ``worker.data`` is left alone.
-    """
+    """Combine what a worker and our settings say; see the table above. `shards_only`: ``worker.data`` is left alone."""
     manager = worker.memory_manager
     limit = manager.memory_limit
     target, spill = manager.memory_target_fraction, manager.memory_spill_fraction

@@ -84,14 +84,8 @@ class Figures:
     def statistics(self, seam: WorkerSeam | None, shared: SharedCopies | None, left_alone: str) -> dict[str, Any]:
         """Return all figures as plain JSON. It looks at each entry.
 
-        Parameters
-        ----------
-        seam
-            None while ``worker.data`` is left to Dask.
-        shared
-            None without an object store that other workers can read.
-        left_alone
-            Why ``worker.data`` is left to Dask; "" if it is not.
+        There is no `seam` while ``worker.data`` is left to Dask, for the reason `left_alone`, and nothing `shared`
+        without an object store that other workers can read.
         """
         out = {
             "enabled": seam is not None,

@@ -1,7 +1,4 @@
-"""`run_apart`: run what may hang with its device in a thread of its own.
-
-Neither the event loop nor the end of the process waits for that thread.
-"""
+"""`run_apart`: run what may hang with its device in a thread of its own."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from distributed import Client, Scheduler, Worker
 
-    from dask_gpurt.tiers import TierRuntime
+    from dask_gpurt.tiers.runtime import TierRuntime
 
     RunRig = Callable[..., None]
     Test = Callable[[Client, Scheduler, Worker, Worker], Awaitable[None]]

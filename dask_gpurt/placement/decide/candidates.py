@@ -178,12 +178,6 @@ def pick(
 
     Parameters
     ----------
-    inputs
-        Of the task.
-    table
-        All workers.
-    limit
-        How many, at most.
     valid
         WorkerStates that the task may run on; None: all.
     abroad
@@ -268,14 +262,10 @@ def views(
     disk: bool = False,
     inbound: bool = True,
 ) -> list[WorkerView]:
-    """A snapshot of each candidate, relative to the task with these inputs.
+    """A snapshot of each candidate, relative to the task with these inputs. Takes seceded tasks out of the backlog.
 
     Parameters
     ----------
-    picked, inputs
-        The candidates; the inputs of the task.
-    tables
-        Read; seceded tasks are taken out of the backlog.
     prefix
         Of the task: how slow a worker is may depend on it.
     disk, inbound

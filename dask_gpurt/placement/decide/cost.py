@@ -52,19 +52,7 @@ class Weights:
 
 
 def cost(task: TaskView, worker: WorkerView, far: Link, weights: Weights) -> float:
-    """Cost of a task on a worker in seconds; smaller is better.
-
-    Parameters
-    ----------
-    task
-        Seconds of compute, bytes of result, seconds of slack.
-    worker
-        What is known of the worker, relative to this task.
-    far
-        The network path to the worker.
-    weights
-        The constants of the formula.
-    """
+    """Cost of a task on a worker in seconds, `far` being the path between two nodes; smaller is better."""
     queue, pending, near_bytes, near_fetches, far_bytes, far_fetches, slowness, room, _, near, far_price, read = worker
     compute, output, slack = task
     moved = priced = 0.0

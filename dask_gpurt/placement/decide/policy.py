@@ -119,17 +119,6 @@ def load(name: str) -> Policy:
 def choose(task: TaskView, workers: Sequence[WorkerView], far: Link, weights: Weights = WEIGHTS) -> int:
     """Index of the cheapest candidate; among equals the one that holds fewer bytes, then the first.
 
-    Parameters
-    ----------
-    task
-        What is expected of the task.
-    workers
-        The candidates.
-    far
-        The path between two nodes.
-    weights
-        The constants of the cost.
-
     Raises
     ------
     ValueError

@@ -78,16 +78,7 @@ class Member(NamedTuple):
 def share_out(
     ordered: Sequence[TaskState], roots: Sequence[TaskState], members: Sequence[Member]
 ) -> tuple[list[list[Any]], set[Any]]:
-    """Cut roots into one piece per member.
-
-    Parameters
-    ----------
-    ordered
-        The TaskStates of the graph by priority, roots among them.
-    roots
-        Those to be shared out, by priority.
-    members
-        Sorted by node.
+    """Cut roots into one piece per member, the members being sorted by node, all TaskStates by priority.
 
     Returns
     -------

@@ -66,17 +66,7 @@ ASKED = 8
 
 
 class RootDispatch:
-    """Gives out the queued roots of one scheduler.
-
-    Parameters
-    ----------
-    tables
-        Read only.
-    groups
-        The blocks of roots, with their owners.
-    retired
-        Whether Dask decides everything now.
-    """
+    """Gives out the queued roots of one scheduler; `retired`: whether Dask decides everything now."""
 
     def __init__(self, tables: Tables, groups: RootBlocks, retired: Callable[[], bool]) -> None:
         self._tables = tables

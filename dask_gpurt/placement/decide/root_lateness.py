@@ -41,19 +41,7 @@ class Lateness:
         self._roots = 0
 
     def ran(self, info: WorkerInfo, startstops: Collection[Mapping[str, Any]], *, root: bool, queued: bool) -> None:
-        """Take in a task that a worker has run.
-
-        Parameters
-        ----------
-        info
-            The worker.
-        startstops
-            As Dask tells them.
-        root
-            Whether the task was a queued root.
-        queued
-            Whether roots are queued now.
-        """
+        """Take in a task that a worker has run; `root`: it was a queued root, `queued`: roots are queued now."""
         times = next((s for s in startstops if s["action"] == "compute"), None)
         if times is None:
             return

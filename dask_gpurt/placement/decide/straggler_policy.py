@@ -65,26 +65,8 @@ WRITERS = ("to-", "to_")
 #: copied costs time, one that is copied and should not have been may cost data.
 CHANGES = frozenset(
     (
-        "write",
-        "writer",
-        "save",
-        "insert",
-        "upload",
-        "append",
-        "delete",
-        "remove",
-        "commit",
-        "export",
-        "dump",
-        "publish",
-        "send",
-        "post",
-        "put",
-        "push",
-        "move",
-        "create",
-        "update",
-        "store",
+        *("write", "writer", "save", "insert", "upload", "append", "delete", "remove", "commit", "export"),
+        *("dump", "publish", "send", "post", "put", "push", "move", "create", "update", "store"),
     )
 )
 _WORDS = re.compile(r"[a-z0-9]+")

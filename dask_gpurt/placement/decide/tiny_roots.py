@@ -112,13 +112,7 @@ class Looked(NamedTuple):
 
 
 class TinyRoots:
-    """Of one scheduler.
-
-    Parameters
-    ----------
-    tables, groups
-        Read only.
-    """
+    """Of one scheduler. Tables and blocks are read only."""
 
     def __init__(self, tables: Tables, groups: RootBlocks) -> None:
         self._tables = tables

@@ -34,17 +34,7 @@ LOOKED = 16
 
 
 def price(inputs: Iterable[Any], node: Node, by_address: Mapping[str, WorkerInfo]) -> float:
-    """Price of a second of the fetches that bring missing inputs into a zone.
-
-    Parameters
-    ----------
-    inputs
-        TaskStates; those that the zone has cost nothing.
-    node
-        The zone.
-    by_address
-        All workers.
-    """
+    """Price of a second of fetches that bring missing inputs (TaskStates) into a zone. What it has costs nothing."""
     total = weighted = 0.0
     for d in islice(inputs, LOOKED):
         holders = islice(d.who_has or (), LOOKED)

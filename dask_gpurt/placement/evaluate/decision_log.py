@@ -87,18 +87,8 @@ class DecisionLog:
     def chosen(self, key: Hashable, decision: Decision, restricted: bool, workers: int, shadow: bool = False) -> None:
         """Add a decision by cost.
 
-        Parameters
-        ----------
-        key
-            Of the task.
-        decision
-            What was compared and chosen.
-        restricted
-            Whether the task may run on some workers only.
-        workers
-            How many there are in all.
-        shadow
-            Whether stock decided, and this is what placement would have chosen.
+        `restricted`: the task may run on some workers only, of `workers` in all. `shadow`: stock decided, and this is
+        what placement would have chosen.
         """
         picked, inputs, views, task, far, choice = decision
         total_bytes, count = inputs.total_bytes, inputs.count
@@ -142,16 +132,9 @@ class DecisionLog:
             row[VICTIM], row[WORKER], row[ASSIGNED], row[STOLEN_BYTES] = victim, thief, _time(), nbytes
 
     def finished(self, key: Hashable, outcome: str, report: Mapping[str, Any]) -> None:
-        """Complete the row of a task that left processing.
+        """Complete the row of a task that left processing, whose state is `outcome` now.
 
-        Parameters
-        ----------
-        key
-            Of the task.
-        outcome
-            Its new state.
-        report
-            What its worker reported: ``startstops``, ``nbytes``, ``worker``.
+        `report` is what its worker reported: ``startstops``, ``nbytes``, ``worker``.
         """
         row = self._rows.get(key)
         if row is not None:

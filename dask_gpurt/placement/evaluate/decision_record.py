@@ -58,22 +58,8 @@ def pack(
 ) -> tuple[Any, ...]:
     """Pack a decision by cost into the tuple that `Detail` reads. On the hot path.
 
-    Parameters
-    ----------
-    addresses, views
-        Of the candidates.
-    choice
-        Index of the chosen one.
-    task
-        What was expected of the task.
-    far
-        The link between nodes.
-    total_bytes, count
-        Of the inputs.
-    restricted
-        Whether the task may run on some workers only.
-    workers
-        How many there are in all.
+    `addresses` and `views` are of the candidates, `choice` is the index of the chosen one, `total_bytes` and `count`
+    are of the inputs, `workers` is how many there are in all.
     """
     numbers: list[Any] = [*task]
     for view in views:

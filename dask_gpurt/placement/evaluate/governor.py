@@ -85,15 +85,7 @@ class Open(NamedTuple):
 
 
 class Governor:
-    """Observes decisions, and says whether placement or Dask makes the next one.
-
-    Parameters
-    ----------
-    clock
-        Seconds, monotonic.
-    seed
-        Of the random generator that divides decisions in a trial.
-    """
+    """Observes decisions, and says whether placement or Dask makes the next one. `seed`: of the lots in a trial."""
 
     def __init__(self, clock: Callable[[], float], seed: int = 0) -> None:
         self.standing = Standing.TRUSTED
@@ -137,23 +129,7 @@ class Governor:
     def decided(
         self, key: Hashable, prefix: str, ours: bool, predicted: float, stock: float, moved_bytes: float, price: float
     ) -> None:
-        """Note a decision, until its task is `finished`.
-
-        Parameters
-        ----------
-        key, prefix
-            Of the task.
-        ours
-            Whether placement made it.
-        predicted
-            Seconds until the result, with the worker chosen by placement.
-        stock
-            The same, with the worker that stock's rule would choose.
-        moved_bytes
-            Of inputs.
-        price
-            Seconds that the bytes moved are worth.
-        """
+        """Note a decision, until its task is `finished`; see `Open`."""
         if len(self.open) < MAX_OPEN:
             self.open[key] = Open(prefix, ours, self._clock(), predicted, stock, moved_bytes, price)
 

@@ -23,19 +23,7 @@ if TYPE_CHECKING:
 
 
 def report_decision(governor: Governor, ts: TaskState, ours: bool, decision: Decision) -> None:
-    """Report a decision to the governor.
-
-    Parameters
-    ----------
-    governor
-        Written.
-    ts
-        The task.
-    ours
-        Whether placement's choice is followed; otherwise Dask's.
-    decision
-        What placement compared and chose.
-    """
+    """Report a decision to the governor; `ours`: placement's choice is followed, otherwise Dask's."""
     inputs, views, task, far = decision.inputs, decision.views, decision.task, decision.far
     view = decision.view
     predicted, moved = finish_seconds(task, view, far)

@@ -30,16 +30,7 @@ LOOKED_AT = 1024
 class GraphSamples:
     """Reads one scheduler for the judge and the alarm.
 
-    Parameters
-    ----------
-    tables, groups, governor
-        Read only.
-    judge, alarm
-        Fed.
-    at_work
-        Whether any task is assigned.
-    retired
-        Whether Dask decides everything now.
+    `at_work`: whether any task is assigned. `retired`: whether Dask decides everything now.
     """
 
     def __init__(

@@ -27,15 +27,7 @@ if TYPE_CHECKING:
 
 
 class ShadowStats:
-    """Counts of the decisions compared so far.
-
-    Parameters
-    ----------
-    tables, log
-        Read for what a decision needs; written: the log and the time spent.
-    weigh
-        `Engine.weigh`.
-    """
+    """Counts of the decisions compared so far; `weigh` is `Engine.weigh`."""
 
     def __init__(self, tables: Tables, log: DecisionLog, weigh: Weigh) -> None:
         self._tables = tables
@@ -52,16 +44,9 @@ class ShadowStats:
         self.moved_bytes = 0.0
 
     def look(self, ts: TaskState, valid: Collection[WorkerState] | None, ws: WorkerState | None) -> None:
-        """Compare what the cost would choose with what Dask chose. Only the log and the budget change.
+        """Compare what the cost would choose, of `valid` (None: all), with `ws`, which Dask chose (None: none).
 
-        Parameters
-        ----------
-        ts
-            The task.
-        valid
-            WorkerStates it may run on; None: all.
-        ws
-            The worker that Dask chose; None: none.
+        Only the log and the budget change.
         """
         tables = self._tables
         if tables.budget.exhausted or ts.actor or not ts.dependencies or ws is None:

@@ -64,20 +64,10 @@ class Backlog:
         self.unknown: dict[str, dict[Hashable, None]] = {}
 
     def charge(self, key: Hashable, info: WorkerInfo, prefix: Prefix, hint: float, root: bool = False) -> Charge:
-        """Charge a task that entered processing.
+        """Charge a task that entered processing. A charge under the same key is settled first.
 
-        Parameters
-        ----------
-        key
-            Of the task. A charge under the same key is settled first.
-        info
-            The worker it was assigned to.
-        prefix
-            Its kind, see `Durations.kind`.
-        hint
-            Seconds expected where nothing was learned of this kind; negative: unknown.
-        root
-            Whether it is a root, pulled from its block.
+        `hint`: seconds expected where nothing was learned of its kind, negative if unknown. `root`: pulled from its
+        block.
         """
         charges = self.charges
         if key in charges:  # back in processing, and no event said that it had left

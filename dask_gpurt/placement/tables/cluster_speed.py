@@ -40,8 +40,6 @@ class ClusterSpeed:
     def __init__(self, table: Workers, clock: Callable[[], float] = time.monotonic) -> None:
         self._table = table
         self._clock = clock
-        #: how often a slow worker was refused a root task
-        self.spared = 0
         #: whether any worker is known to be slow; read for every task, hence no property
         self.uneven = False
         #: a dict, for its order: the same events must give the same decisions in every process
@@ -116,5 +114,4 @@ class ClusterSpeed:
         if here <= elsewhere or now - self._refused.setdefault(info, now) > PATIENCE_SECONDS:
             self._refused.pop(info, None)
             return True
-        self.spared += 1
         return False

@@ -39,8 +39,6 @@ class DiskResidency:
         #: key -> address of a holder -> bytes to read, of copies that are only on disk there; read only
         self.on_disk: dict[Hashable, dict[str, float]] = {}
         self.copies = 0
-        #: copies forgotten because there were too many
-        self.dropped = 0
         self._clock = clock
         self._by_worker: dict[str, dict[Hashable, None]] = {}
         #: address -> when its disk has done what was booked
@@ -80,7 +78,6 @@ class DiskResidency:
             self._by_worker.setdefault(address, {})[key] = None
         while self.copies > MAX_KEYS:
             key, holders = next(iter(self.on_disk.items()))
-            self.dropped += len(holders)
             for holder in list(holders):
                 self._forget(key, holder)
 

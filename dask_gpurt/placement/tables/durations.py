@@ -153,15 +153,9 @@ class Prefix:
     def learn(self, seconds: float, nbytes: float, first: bool = False) -> None:
         """Learn from a finished task, and work `seconds` out anew where that is due.
 
-        Parameters
-        ----------
-        seconds
-            Compute time, scaled to a worker of slowness 1.
-        nbytes
-            Size of its result.
-        first
-            Whether it was among the first of its prefix on its worker. Such durations count only until there are
-            others. Their lower quartile is used, as it is nearest to the durations that follow.
+        `seconds` are scaled to a worker of slowness 1. `first`: it was among the first of its prefix on its worker.
+        Such durations count only until there are others. Their lower quartile is used, as it is nearest to the
+        durations that follow.
         """
         self.add(seconds, nbytes, first)
         # One of many moves a median little, and sorting them is most of the cost of a finished task.
@@ -269,19 +263,7 @@ class Durations:
         return None if kind is None else kind.seconds
 
     def learn(self, kind: Prefix, worker: WorkerInfo, seconds: float, nbytes: float) -> None:
-        """Learn from a task that has computed, about its kind and about its worker.
-
-        Parameters
-        ----------
-        kind
-            Of the task, see `Durations.kind`.
-        worker
-            It ran on.
-        seconds
-            Compute time as measured.
-        nbytes
-            Size of its result.
-        """
+        """Learn from a task that has computed for so long, as measured, about its `kind` and about its worker."""
         speed = worker.speed
         # This is on the path of every task; once the kind and the worker are known, one in `SAMPLED` is enough.
         if kind.samples > WINDOW and worker.speed_samples > KNOWN:

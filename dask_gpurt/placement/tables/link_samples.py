@@ -48,20 +48,10 @@ def learn_links(
     inputs: Sequence[Any],
     startstops: Collection[Mapping[str, Any]],
 ) -> None:
-    """Learn from the transfers reported with a finished task.
+    """Learn from the transfers that a worker reported with a finished task.
 
-    Parameters
-    ----------
-    links
-        Written.
-    by_address
-        All workers.
-    info
-        The worker that ran the task.
-    inputs
-        What `certain_inputs` gave when the task was assigned.
-    startstops
-        As the worker reported them: ``action``, ``start`` and ``stop`` (Unix seconds), ``source`` (address).
+    `inputs` is what `certain_inputs` gave when the task was assigned, `startstops` are as the worker reported them:
+    ``action``, ``start`` and ``stop`` (Unix seconds), ``source`` (address).
     """
     reported = [s for s in startstops if s["action"] == "transfer"]
     sources: dict[str, list[Any]] = {s["source"]: [] for s in reported}

@@ -35,15 +35,7 @@ HOST_SHARE = 0.6
 
 
 class Tables:
-    """Workers, assigned tasks, durations, links, zones, copies on disk, and the time that decisions may take.
-
-    Parameters
-    ----------
-    scheduler
-        Read only.
-    clock
-        Seconds, monotonic.
-    """
+    """Workers, assigned tasks, durations, links, zones, copies on disk, and the time that decisions may take."""
 
     def __init__(self, scheduler: Scheduler, clock: Callable[[], float] = time.monotonic) -> None:
         self.scheduler = scheduler
@@ -53,7 +45,7 @@ class Tables:
         self.durations = Durations()
         self.links = LinkMatrix()
         self.zones = Zones()
-        #: which copies are on disk, as the workers report it
+        #: which copies are on disk, as the workers report it; the extension sets that of its scheduler
         self.residence = DiskResidency()
         #: which workers can have no device
         self.devices = Devices()
@@ -63,19 +55,7 @@ class Tables:
         self.budget = Budget()
 
     def charge(self, ts: TaskState, kind: Prefix, info: WorkerInfo, root: bool = False) -> Charge:
-        """Add a task to the work assigned to a worker.
-
-        Parameters
-        ----------
-        ts
-            The task.
-        kind
-            Its entry in `durations`.
-        info
-            The worker.
-        root
-            Whether it was pulled from a block of roots.
-        """
+        """Add a task, of this kind in `durations`, to the work assigned to a worker; `root`: pulled from its block."""
         hint = self.guess_seconds(ts) if kind.seconds is None else 0.0
         return self.backlog.charge(ts.key, info, kind, hint, root)
 

@@ -134,16 +134,7 @@ class Speed:
         return True
 
     def observe(self, prefix: str, log_ratio: float, noise: float = NOISE) -> float | None:
-        """Learn that a task took ``exp(log_ratio)`` times as long as expected.
-
-        Parameters
-        ----------
-        prefix
-            Of the task.
-        log_ratio
-            Logarithm of measured over expected duration.
-        noise
-            Standard deviation of such logarithms on one worker, see `Prefix.noise`.
+        """Learn that a task took ``exp(log_ratio)`` times as long as expected; `noise`: see `Prefix.noise`.
 
         Returns
         -------

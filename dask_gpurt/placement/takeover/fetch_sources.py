@@ -10,7 +10,6 @@ which answers with all of them. Nothing is ever added, and no list becomes empty
 
 from __future__ import annotations
 
-import inspect
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -38,23 +37,14 @@ class FetchSources:
         self.shortened = 0
         self._ours: Callable[..., object] | None = None
 
-    def install(self) -> bool:
-        """Take over. Return False, with nothing changed, when this version of Dask makes its messages otherwise."""
+    def install(self) -> None:
+        """Take over, unless something else has."""
         scheduler = self.scheduler
-        method = getattr(type(scheduler), NAME, None)
-        if (
-            method is None
-            or NAME in scheduler.__dict__
-            or tuple(inspect.signature(method).parameters) != ("self", "ts")
-        ):
-            logger.info(
-                "placement: Scheduler.%s is overridden or has other parameters than (self, ts); workers fetch from any "
-                "holder",
-                NAME,
-            )
-            return False
+        if NAME in scheduler.__dict__:
+            logger.info("placement: Scheduler.%s is overridden; workers fetch from any holder", NAME)
+            return
         part = self.guard.part(NAME)
-        stock = method.__get__(scheduler)
+        stock = getattr(type(scheduler), NAME).__get__(scheduler)
         zones = self.zones
 
         def _task_to_msg(ts: TaskState) -> dict[str, Any]:
@@ -67,7 +57,6 @@ class FetchSources:
             return msg
 
         self._ours = scheduler.__dict__[NAME] = _task_to_msg
-        return True
 
     def _shorten(self, msg: dict[str, Any], address: str) -> None:
         by_address = self.zones.by_address

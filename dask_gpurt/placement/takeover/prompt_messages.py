@@ -23,15 +23,7 @@ if TYPE_CHECKING:
 
 
 class PromptMessages:
-    """The streams of one scheduler.
-
-    Parameters
-    ----------
-    scheduler
-        Of which all workers are adopted.
-    safe
-        Whether Dask's intervals are to be kept for now.
-    """
+    """The streams of one scheduler; `safe`: whether Dask's intervals are to be kept for now."""
 
     def __init__(self, scheduler: Scheduler, safe: Callable[[], bool]) -> None:
         self._scheduler = scheduler

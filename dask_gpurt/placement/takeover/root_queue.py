@@ -1,6 +1,6 @@
 """`RootQueue`: overrides which queued root task goes to which worker. See `seam` for the rules.
 
-`install` takes over three names of the scheduler. The choices come from the callables given to `RootQueue`, see
+`install` takes over three names of the scheduler. The choices are the engine's, by methods of it, of its blocks and of
 `decide.root_dispatch`. Everything else of queuing stays *stock*, that is Dask's own: how many tasks a worker gets, when
 free slots are filled, the transitions.
 
@@ -29,21 +29,22 @@ import asyncio
 import math
 import operator
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
 from distributed.core import Status
 
-from dask_gpurt.errors import InstallError
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable
+    from collections.abc import Callable, Hashable
 
     from distributed.scheduler import RecsMsgs, Scheduler, TaskState, WorkerState
 
+    from dask_gpurt.placement.engine import Engine
     from dask_gpurt.placement.takeover.seam import Seam
 
 NAMES = ("_TRANSITIONS_TABLE", "stimulus_queue_slots_maybe_opened", "decide_worker_rootish_queuing_enabled")
 _address = operator.attrgetter("address")
+_T = TypeVar("_T")
+_Ts = TypeVarTuple("_Ts")
 
 
 def _load(ws: WorkerState) -> float:
@@ -51,65 +52,18 @@ def _load(ws: WorkerState) -> float:
 
 
 class RootQueue:
-    """Overrides how one scheduler gives out its queued root tasks.
+    """Overrides how one scheduler gives out its queued root tasks."""
 
-    Parameters
-    ----------
-    seam
-        Counts failures, and restores the names.
-    at_once
-        ``(ts) -> bool``: whether a ready root is not to be queued at all.
-    choose
-        ``(ts) -> WorkerState | None``: the worker that gets such a root; None: it is queued after all.
-    waits
-        ``(ts) -> bool``: whether a ready root is to be queued for a particular worker.
-    pull
-        ``(ws, ahead) -> TaskState | None``: the queued task that this worker should run; None: none in particular. With
-        `ahead` it has no free slot, and None means none at all.
-    pending
-        How many tasks `pull` could name at most; 0 skips the offers.
-    worth
-        ``(ws) -> bool``: whether a worker with a free slot should get one of the queued tasks.
-    held
-        ``(ts) -> bool``: whether a queued task is to stay queued although a worker has a free slot. Only while
-        another worker is busy: its next finished task fills slots again.
-    quiet
-        ``() -> bool``: whether `hungry` would name no worker. Called where no worker has a free slot, which is after
-        most tasks; it may forget which workers have finished a task.
-    hungry
-        Workers all of whose slots are taken, but by tasks that wait for inputs: they are offered a task, too.
-    first
-        Workers to be offered tasks when a slot may have opened.
-    takers
-        ``(ts) -> workers`` of which the least busy gets a task that no worker pulls; None: the task is not known.
-    stock
-        ``() -> bool``: whether Dask's own methods do all of it now.
-    """
-
-    def __init__(
-        self,
-        seam: Seam,
-        *,
-        at_once: Callable[[TaskState], bool],
-        choose: Callable[[TaskState], WorkerState | None],
-        waits: Callable[[TaskState], bool],
-        pull: Callable[[WorkerState, bool], TaskState | None],
-        pending: Callable[[], int],
-        worth: Callable[[WorkerState], bool],
-        held: Callable[[TaskState], bool],
-        quiet: Callable[[], bool],
-        hungry: Callable[[], Iterable[WorkerState]],
-        first: Callable[[], Iterable[WorkerState]],
-        takers: Callable[[TaskState | None], Iterable[WorkerState]],
-        stock: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def __init__(self, seam: Seam, engine: Engine) -> None:
         self.scheduler: Scheduler = seam.scheduler
         self.seam = seam
         self.part = seam.part("roots")
-        self._at_once, self._choose = at_once, choose
-        self._waits, self._pull, self._pending, self._worth = waits, pull, pending, worth
-        self._held, self._hungry, self._first, self._takers = held, hungry, first, takers
-        self._quiet, self._stock = quiet, stock
+        dispatch, groups = engine.root_dispatch, engine.groups
+        self._at_once, self._choose = dispatch.tiny.at_once, dispatch.tiny.worker
+        self._waits, self._pull, self._pending = groups.waits, engine.pull, groups.__len__
+        self._worth, self._held, self._stock = engine.worth, engine.held, engine.leaves_roots
+        self._quiet, self._hungry = dispatch.quiet, dispatch.hungry
+        self._first, self._takers = dispatch.first, dispatch.takers
         #: the task that becomes ready now
         self._deciding: TaskState | None = None
         #: the worker that the root now in transition was offered to
@@ -129,12 +83,7 @@ class RootQueue:
             Another plugin has taken over one of them.
         """
         seam, s = self.seam, self.scheduler
-        for name in NAMES:
-            if name in s.__dict__:
-                raise InstallError(
-                    f"Scheduler.{name} is already overridden by {s.__dict__[name]!r}. Remedy: remove the other plugin, "
-                    "or set gpurt.placement.enabled: false"
-                )
+        seam.require_free(*NAMES)
         self._stock_pump = seam.stock("stimulus_queue_slots_maybe_opened")
         self._stock_decide = seam.stock("decide_worker_rootish_queuing_enabled")
         table = dict(type(s)._TRANSITIONS_TABLE)
@@ -182,12 +131,12 @@ class RootQueue:
         if self.part.retired is not None or self._stock():
             self._stock_pump(stimulus_id=stimulus_id)
             return
-        if not idle and self._nothing_to_give():
+        if not idle and self._ask(self._quiet, False):
             return
         given = 0
         if self._pending():
             for ws in self._order(first_deal or s.validate) if idle else ():
-                while ws in idle and queued and self._wanted(ws):
+                while ws in idle and queued and self._ask(self._worth, True, ws):
                     if first_deal and len(ws.processing) - len(ws.long_running) >= ws.nthreads:
                         break
                     ts = self._offer(ws)
@@ -204,8 +153,10 @@ class RootQueue:
                 self._send(ts, ws, stimulus_id)
         if first_deal and given and queued and self._waits(queued.peek()):
             return
-        while idle and queued and not self._is_held():
+        while idle and queued:
             ts = queued.peek()
+            if self._ask(self._held, False, ts):
+                return
             ws = self._least_busy(ts)
             if ws is None or not self._send(ts, ws, stimulus_id):
                 return
@@ -271,37 +222,18 @@ class RootQueue:
         # Neighbouring blocks go to workers of one host: sorted by address.
         return sorted(idle, key=_address) if everybody else some
 
-    def _nothing_to_give(self) -> bool:
-        try:
-            return self._quiet()
-        except Exception:
-            self.seam.failed(self.part.name)
-            return False
-
     def _hungry_workers(self) -> list[WorkerState]:
         s = self.scheduler
-        try:
-            hungry = self._hungry()
-            if not hungry:
-                return []
-            return [ws for ws in hungry if s.workers.get(ws.address) is ws and ws.status is Status.running]
-        except Exception:
-            self.seam.failed(self.part.name)
-            return []
+        hungry: list[WorkerState] = self._ask(self._hungry, [])
+        return [ws for ws in hungry if s.workers.get(ws.address) is ws and ws.status is Status.running]
 
-    def _is_held(self) -> bool:
+    def _ask(self, question: Callable[[*_Ts], _T], otherwise: _T, *args: *_Ts) -> _T:
+        """What one of the callables answers; `otherwise` if it raises, which is counted."""
         try:
-            return self._held(self.scheduler.queued.peek())
+            return question(*args)
         except Exception:
             self.seam.failed(self.part.name)
-            return False
-
-    def _wanted(self, ws: WorkerState) -> bool:
-        try:
-            return self._worth(ws)
-        except Exception:
-            self.seam.failed(self.part.name)
-            return True
+            return otherwise
 
     # ------------------------------------------------------------------ dealing soon
 

@@ -40,10 +40,10 @@ from distributed.stealing import WorkStealing
 
 from dask_gpurt.errors import InstallError, SeamMismatch
 from dask_gpurt.model import Sink, null_sink
-from dask_gpurt.model.circuit_breaker import Guard, Part
+from dask_gpurt.model.circuit_breaker import Guard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from distributed.scheduler import Scheduler
 
@@ -99,16 +99,8 @@ ATTRIBUTES: dict[type, tuple[str, ...]] = {
 class Seam(Guard):
     """The overrides on one scheduler.
 
-    Parameters
-    ----------
-    scheduler
-        Changed by `install` and `put`.
-    sink
-        Receives events when an override fails or retires.
-    clock
-        Seconds, monotonic.
-    on_fallback
-        Called with the key of a task that stock decided for because the override failed, and why. Must not raise.
+    `on_fallback` is called with the key of a task that stock decided for because the override failed, and why. It must
+    not raise.
     """
 
     def __init__(
@@ -170,36 +162,63 @@ class Seam(Guard):
             "gpurt.placement.enabled: false"
         )
 
-    def install(self, overrides: Mapping[str, Callable[..., Any]]) -> None:
-        """Put `overrides` in place, wrapped: all of them or none. May be called again for others.
+    def install(
+        self,
+        decide: Callable[[TaskState, set[WorkerState] | None], WorkerState | None],
+        comm_cost: Callable[[TaskState, WorkerState], float | None],
+    ) -> None:
+        """Override both methods, or none. Each of the callables may decline with None.
 
         Parameters
         ----------
-        overrides
-            ``decide_worker_non_rootish``: ``(ts, valid: set[WorkerState] | None) -> WorkerState | None``; None
-            declines. `valid` is None when the task may run anywhere.
-            ``get_comm_cost``: ``(ts, ws) -> float | None`` in seconds; None declines.
+        decide
+            The worker for a task, of those that it may run on; None: all.
+        comm_cost
+            Seconds to bring the inputs of a task to a worker.
 
         Raises
         ------
         InstallError
-            An override that there is no wrapper for, or one that is in place already.
+            Another plugin has overridden one of them.
         """
-        wrappers: dict[str, Callable[[Part, Callable[..., Any]], Callable[..., Any]]] = {
-            "decide_worker_non_rootish": self._wrap_decide,
-            "get_comm_cost": self._wrap_comm_cost,
-        }
-        for name in overrides:
-            if name not in wrappers:
-                raise InstallError(f"cannot override {name!r}; there are wrappers for {', '.join(wrappers)}")
+        self.require_free("decide_worker_non_rootish", "get_comm_cost")
+        self.put("decide_worker_non_rootish", self._wrap_decide(decide))
+        self.put("get_comm_cost", self._wrap_comm_cost(comm_cost))
+
+    def watch(self, observe: Callable[[TaskState, Collection[WorkerState] | None, WorkerState | None], None]) -> None:
+        """Call ``observe(ts, valid, ws)`` after each decision that Dask makes for a task, for shadow mode.
+
+        `valid` are the workers that the task may run on (None: all), `ws` is the one that Dask chose (None: none).
+
+        Raises
+        ------
+        InstallError
+            Another plugin has overridden the method.
+        """
+        name = "decide_worker_non_rootish"
+        self.require_free(name)
+        part, stock = self.part(name), self.stock(name)
+
+        def decide_worker_non_rootish(ts: TaskState) -> WorkerState | None:
+            ws = stock(ts)
+            if part.retired is None:
+                try:
+                    restricted = ts.worker_restrictions or ts.host_restrictions or ts.resource_restrictions
+                    observe(ts, self._allowed(ts) if restricted else None, ws)
+                except Exception:
+                    self.failed(part.name)
+            return ws
+
+        self.put(name, decide_worker_non_rootish)
+
+    def require_free(self, *names: str) -> None:
+        """InstallError where another plugin has overridden one of these attributes of the scheduler."""
+        for name in names:
             if name in self.scheduler.__dict__:
                 raise InstallError(
                     f"Scheduler.{name} is already overridden by {self.scheduler.__dict__[name]!r}. Remedy: remove "
                     "the other plugin, or set gpurt.placement.enabled: false"
                 )
-        for name, ours in overrides.items():
-            part = self.part(name)
-            self.put(name, wrappers[name](part, ours))
 
     def put(self, name: str, ours: object) -> None:
         """Hide the class's attribute `name` behind `ours` until `uninstall`."""
@@ -225,9 +244,14 @@ class Seam(Guard):
         """The class's own method, bound."""
         return getattr(type(self.scheduler), name).__get__(self.scheduler)
 
-    def _wrap_decide(self, part: Part, ours: Callable[..., Any]) -> Callable[..., Any]:
+    def _allowed(self, ts: TaskState) -> set[WorkerState] | None:
+        """The workers that a restricted task may run on; None: all, as none that it names is there."""
+        valid: set[WorkerState] | None = self.scheduler.valid_workers(ts)
+        return None if not valid and ts.loose_restrictions else valid
+
+    def _wrap_decide(self, ours: Callable[..., Any]) -> Callable[..., Any]:
         scheduler = self.scheduler
-        stock = self.stock("decide_worker_non_rootish")
+        part, stock = self.part("decide_worker_non_rootish"), self.stock("decide_worker_non_rootish")
         running, on_fallback = Status.running, self._on_fallback
 
         def decide_worker_non_rootish(ts: TaskState) -> WorkerState | None:
@@ -238,9 +262,7 @@ class Seam(Guard):
             try:
                 valid = None
                 if ts.worker_restrictions or ts.host_restrictions or ts.resource_restrictions:
-                    valid = scheduler.valid_workers(ts)
-                    if not valid and valid is not None and ts.loose_restrictions:
-                        valid = None
+                    valid = self._allowed(ts)
                 ws = ours(ts, valid)
                 if ws is None:
                     return stock(ts)
@@ -256,8 +278,8 @@ class Seam(Guard):
 
         return decide_worker_non_rootish
 
-    def _wrap_comm_cost(self, part: Part, ours: Callable[..., Any]) -> Callable[..., Any]:
-        stock = self.stock("get_comm_cost")
+    def _wrap_comm_cost(self, ours: Callable[..., Any]) -> Callable[..., Any]:
+        part, stock = self.part("get_comm_cost"), self.stock("get_comm_cost")
 
         def get_comm_cost(ts: TaskState, ws: WorkerState) -> float:
             if part.retired is not None:

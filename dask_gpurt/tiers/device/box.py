@@ -100,7 +100,7 @@ class Box:
         #: serial number of the last use
         self.last_use = 0
         #: see `victims.soonest_use`
-        self.next_use: Callable[[], tuple[float, ...] | None] = _unknown
+        self.next_use: Callable[[], tuple[float, ...] | None] = lambda: None
         self.unspillable = False
         #: no valid copy is left; set on the event loop
         self.lost = False
@@ -130,7 +130,3 @@ class Box:
 
     def __sizeof__(self) -> int:
         return BOX_BYTES
-
-
-def _unknown() -> None:
-    return None

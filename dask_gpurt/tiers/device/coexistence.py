@@ -120,13 +120,7 @@ RULES = (
 
 
 def decide(setup: DeviceSetup, device: str) -> Decision:
-    """Look up `RULES`.
-
-    Parameters
-    ----------
-    device
-        The setting `tiers.device`: "off", "auto" or "on".
-    """
+    """Look up `RULES`; `device` is the setting `tiers.device`."""
     if device == "off":
         return Decision("gpurt.tiers.device is off")
     return next((rule.decision for rule in RULES if getattr(setup, rule.field) == rule.value), Decision())
@@ -150,10 +144,7 @@ class Terms:
 async def terms_of(worker: Worker, settings: TierSettings, pending: Iterable[WorkerPlugin]) -> Terms:
     """Ask the settings, then what is here, then the device. Creates a CUDA context only where `tiers.device` is "on".
 
-    Parameters
-    ----------
-    pending
-        Plugins of this worker that have not run yet.
+    `pending` are plugins of this worker that have not run yet.
 
     Raises
     ------

@@ -37,13 +37,7 @@ class _Slot:
 
 
 class WithContainers:
-    """A `DeviceBackend` for the values of another one, and for containers of them.
-
-    Parameters
-    ----------
-    inner
-        Knows single values.
-    """
+    """A `DeviceBackend` for the values of another one (`inner`), and for containers of them."""
 
     def __init__(self, inner: DeviceBackend) -> None:
         self.inner = inner

@@ -25,10 +25,7 @@ MEASURED_BYTES = 1 << 20
 class Copies:
     """Thread-safe where each call has the lock of its box.
 
-    Parameters
-    ----------
-    below
-        Where copies go, in this order; the first are blocks of pinned memory. The list itself: it may change.
+    Copies go to `below`, in this order; the first are blocks of pinned memory. The list itself: it may change.
     """
 
     def __init__(self, backend: DeviceBackend, below: Sequence[StorageTier]) -> None:

@@ -121,10 +121,7 @@ class SpillOnFailure:
 class RetryAlone:
     """Runs a task again, alone, that failed for want of device memory. Event loop only.
 
-    Parameters
-    ----------
-    others
-        How many other tasks run on this worker now.
+    `others`: how many other tasks run on this worker now.
     """
 
     def __init__(self, space: DeviceSpace, others: Callable[[], int], *, wait_seconds: float = WAIT_SECONDS) -> None:
@@ -154,12 +151,7 @@ class RetryAlone:
     ) -> Outcome:
         """What `run` gives when no other task runs here and all values that can leave have left the device.
 
-        Parameters
-        ----------
-        failed
-            Whether an outcome is a want of memory again.
-        annotate
-            The outcome with a report as a note.
+        If it `failed` for want of memory again, the outcome gets a report as a note (`annotate`).
         """
         async with self._alone:
             self.retried += 1

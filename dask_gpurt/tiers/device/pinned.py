@@ -277,12 +277,8 @@ class SlabTier:
         self.tier = pool.source.tier
         self.metrics = TierMetrics()
         self._lock = threading.Lock()
-        self._used_bytes = 0
-
-    @property
-    def used_bytes(self) -> int:
-        """Blocks taken, in bytes."""
-        return self._used_bytes
+        #: blocks taken, in bytes
+        self.used_bytes = 0
 
     @property
     def limit_bytes(self) -> int | None:
@@ -303,7 +299,7 @@ class SlabTier:
         blocks = self.pool.take(total)
         nbytes = len(blocks) * self.pool.block_bytes
         with self._lock:
-            self._used_bytes += nbytes
+            self.used_bytes += nbytes
         handle = SlabHandle(self, tuple(blocks), tuple(frames), nbytes, [True])
         try:
             self._fill(handle.blocks, sources)
@@ -358,7 +354,7 @@ class SlabTier:
         """Blocks back to the pool."""
         self.pool.give(handle.blocks)
         with self._lock:
-            self._used_bytes -= handle.nbytes
+            self.used_bytes -= handle.nbytes
 
     def probe(self) -> None:
         """See `StorageTier.probe`."""

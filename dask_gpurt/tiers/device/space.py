@@ -89,7 +89,7 @@ class DeviceSpace:
         self._blocks = KeptBlocks()
         self._serial = itertools.count(1)
         #: called with a box whose value has left the device or come back, in any thread, its lock held; must not raise
-        self.on_moved: Callable[[Box], None] = _ignored
+        self.on_moved: Callable[[Box], None] = lambda box: None
         #: libraries of values so far whose memory came past the allocator
         self.outside_seen: set[str] = set()
         #: values that left while the allocator got nothing back: others held the memory
@@ -158,7 +158,7 @@ class DeviceSpace:
     @property
     def over(self) -> bool:
         """Whether kept values take more than their limit, or all that is allocated passes the high mark."""
-        return self._excess(0) > 0
+        return self._excess() > 0
 
     @property
     def device_bytes(self) -> int:
@@ -178,17 +178,16 @@ class DeviceSpace:
     @property
     def room_bytes(self) -> int:
         """Bytes of values that could come now and keep all below its limits."""
-        return 0 if self.rests else max(0, -self._excess(0))
+        return 0 if self.rests else max(0, -self._excess())
 
     @property
     def outside_bytes(self) -> int:
         """Bytes of values on the device whose memory came past the allocator."""
         return sum(b.nbytes for b in self._all() if b.outside and b.state in HERE)
 
-    def _excess(self, coming_bytes: int) -> int:
-        """Bytes too much, once `coming_bytes` have come; negative: room. Without limits there is neither."""
-        over = [excess for excess in self._excesses() if excess is not None]
-        return max(over) + coming_bytes if over else 0
+    def _excess(self) -> int:
+        """Bytes too much; negative: room. Without limits there is neither."""
+        return max((excess for excess in self._excesses() if excess is not None), default=0)
 
     def _excesses(self) -> tuple[int | None, int | None]:
         """Bytes of kept values beyond their limit, and all allocated ones beyond the high mark; None: no such limit."""
@@ -382,7 +381,3 @@ class DeviceSpace:
         for box in self._all():
             self.remove(box)
         self.copies.close()
-
-
-def _ignored(box: Box) -> None:
-    return None

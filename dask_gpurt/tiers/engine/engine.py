@@ -19,7 +19,6 @@ import time
 from typing import TYPE_CHECKING
 
 from dask_gpurt.model.events import Sink, null_sink
-from dask_gpurt.tiers.engine.access_trace import Trace
 from dask_gpurt.tiers.engine.counters import Counters
 from dask_gpurt.tiers.engine.entry_table import Books
 from dask_gpurt.tiers.engine.eviction import Eviction
@@ -96,8 +95,6 @@ class Engine:
     @budget_bytes.setter
     def budget_bytes(self, nbytes: int | None) -> None:
         self.eviction.budget_bytes = nbytes
-        if self.books.trace is not None:
-            self.books.trace.note("budget", None, nbytes)
 
     @property
     def resident_bytes(self) -> int:
@@ -151,18 +148,6 @@ class Engine:
         """One user less; the last one makes the value a victim again."""
         if self.books.unpin(entry) and self.eviction.pressed:
             self.balance()
-
-    def record(self, limit: int) -> Trace:
-        """Begin a record of at most `limit` events, see `access_trace`; what is here already is its first events."""
-        self.eviction.press()  # the record is to have all that choices are made by
-        trace = Trace(limit, self.books.clock)
-        trace.note("budget", None, self.budget_bytes)
-        for entry in self.books.entries:
-            trace.note("add" if entry.in_memory else "adopt", entry, entry.nbytes)
-            if entry.pins:
-                trace.note("pin", entry)
-        self.books.trace = trace
-        return trace
 
     async def admit(self, nbytes: int) -> Reservation:
         """Room for `nbytes` more; see `memory_gate`. Release it when the bytes are in an entry, or given up."""

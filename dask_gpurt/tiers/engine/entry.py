@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
     from dask_gpurt.tiers.storage.handle import Codec, Handle
 
-__all__ = ["NEVER", "TABLE", "Account", "Block", "Entry", "EventLog", "IllegalMove", "ReadAhead", "State"]
-
 #: a next use that is later than all others
 NEVER: tuple[float, ...] = (math.inf,)
 
@@ -89,18 +87,6 @@ class IllegalMove(StoreError):
     """A bug in this package: an event that the state of the entry does not allow."""
 
 
-def _no_parts(entry: Entry) -> Sequence[int] | None:
-    return None
-
-
-def _ignored(entry: Entry) -> None:
-    return None
-
-
-def _none(entry: Entry) -> Entry | None:
-    return None
-
-
 @dataclasses.dataclass(eq=False)
 class Account:
     """One owner of entries, with its codec and its counters.
@@ -112,11 +98,11 @@ class Account:
     name: str
     codec: Codec
     #: called on the loop thread when the last copy of an entry turned out to be unreadable
-    on_lost: Callable[[Entry], None] = _ignored
+    on_lost: Callable[[Entry], None] = lambda entry: None
     #: the parts of a value that are still worth writing; None: all
-    parts: Callable[[Entry], Sequence[int] | None] = _no_parts
+    parts: Callable[[Entry], Sequence[int] | None] = lambda entry: None
     #: the entry that this one is but another name of; its task cannot have changed the value
-    renames: Callable[[Entry], Entry | None] = _none
+    renames: Callable[[Entry], Entry | None] = lambda entry: None
     #: what stands for the value while it is on disk
     shell: Callable[[Any], Any] | None = None
     #: entries that are not in memory (STORED or LOADING)

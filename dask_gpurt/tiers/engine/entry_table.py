@@ -22,7 +22,6 @@ from dask_gpurt.tiers.storage.handle import another
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
-    from dask_gpurt.tiers.engine.access_trace import Trace
     from dask_gpurt.tiers.engine.entry import Account
     from dask_gpurt.tiers.storage.handle import Handle
 
@@ -35,22 +34,12 @@ _BELOW = (State.STORED, State.LOADING)
 _LEAVES = frozenset({"write", "drop", "damaged", "undecodable"})
 
 
-def _nothing() -> None:
-    return None
-
-
 def _prefetch_ended(entry: Entry, outcome: ReadAhead) -> None:
     entry.prefetched = False
 
 
 class Books:
-    """Entries and byte counts.
-
-    Parameters
-    ----------
-    clock
-        Monotonic seconds.
-    """
+    """Entries and byte counts; `clock`: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
@@ -74,9 +63,7 @@ class Books:
         #: called when a value that was read ahead is used, or leaves; see `prefetch`
         self.on_prefetch_end: Callable[[Entry, ReadAhead], None] = _prefetch_ended
         #: called when there may be room
-        self.on_change: Callable[[], None] = _nothing
-        #: what is asked and done, while that is recorded
-        self.trace: Trace | None = None
+        self.on_change: Callable[[], None] = lambda: None
 
     def add(self, account: Account, key: Hashable, value: object, nbytes: int) -> Entry:
         """A value in memory."""
@@ -94,8 +81,6 @@ class Books:
             elif of.handle is not None:
                 entry.handle = another(of.handle)
         self.log.append(key, None, "add", State.RESIDENT)
-        if self.trace is not None:
-            self.trace.note("add", entry, nbytes)
         if self.ordered:
             self.victims.add(entry)
         return entry
@@ -139,8 +124,6 @@ class Books:
         self.absent += 1
         self._count_stored(entry, 1)
         self.log.append(key, None, "adopt", State.STORED)
-        if self.trace is not None:
-            self.trace.note("adopt", entry, nbytes)
         return entry
 
     def _believed(self, key: Hashable, nbytes: int) -> int:
@@ -165,8 +148,6 @@ class Books:
         if self.ordered:
             self.victims.discard(entry)
         self.log.append(entry.key, entry.state, "remove", None)
-        if self.trace is not None:
-            self.trace.note("remove", entry)
         state = entry.state
         if state is State.RESIDENT or state is State.MOVING:
             self.blocks.leave(entry, was_moving=state is State.MOVING)
@@ -219,8 +200,6 @@ class Books:
             entry.weak = None
             self.offer(entry)
         self.log.append(entry.key, before, event, after)
-        if self.trace is not None:
-            self.trace.note(event, entry, n)
 
     def replace(self, entry: Entry, value: object) -> None:
         """Another object stands for a value that is in memory, and is not being written."""
@@ -269,8 +248,6 @@ class Books:
         entry.last_use = self.clock()
         if entry.prefetched:
             self.on_prefetch_end(entry, ReadAhead.IN_TIME)
-        if self.trace is not None:
-            self.trace.note("touch", entry)
         if self.ordered and entry in self.victims:
             self.victims.add(entry)
 
@@ -279,11 +256,8 @@ class Books:
         entry.pins += 1
         if entry.prefetched:
             self.on_prefetch_end(entry, ReadAhead.IN_TIME if entry.in_memory else ReadAhead.LATE)
-        if entry.pins == 1:
-            if self.ordered:
-                self.victims.discard(entry)
-            if self.trace is not None:
-                self.trace.note("pin", entry)
+        if entry.pins == 1 and self.ordered:
+            self.victims.discard(entry)
 
     def unpin(self, entry: Entry) -> bool:
         """One user less; whether it was the last one of an entry that is still here."""
@@ -291,8 +265,6 @@ class Books:
         if entry.pins or entry.gone:
             return False
         entry.last_use = self.clock()
-        if self.trace is not None:
-            self.trace.note("unpin", entry)
         if self.ordered:
             self.offer(entry)
             self.on_change()
@@ -303,16 +275,12 @@ class Books:
         if entry.gone:  # a peer fetched it, and meanwhile it was freed
             return
         entry.next_use = next_use
-        if self.trace is not None:
-            self.trace.note("hint", entry, next_use)
         if self.ordered and entry in self.victims:
             self.victims.add(entry)
 
     def set_due(self, entry: Entry, due: tuple[float, ...] | None) -> None:
         """Set which task that is here already reads it next (see `Entry.due`)."""
         entry.due = due
-        if self.trace is not None:
-            self.trace.note("due", entry, due)
         if self.ordered and entry in self.victims:
             self.victims.add(entry)
 

@@ -121,7 +121,6 @@ class Eviction:
             and self.relaxes
             and self.used_bytes <= self._near_bytes / 2
             and not (self._shrink_bytes or self._writes or self._resting or self._books.absent or len(self.gate))
-            and self._books.trace is None
         ):
             self.pressed = False
             self._books.end_order()

@@ -70,13 +70,7 @@ _UNFINISHED = frozenset({"waiting", "processing", "queued", "no-worker"})
 
 
 class NextUsePlugin(TierPlugin):
-    """Sends next uses to workers. `start` it on a scheduler, `stop` it to end.
-
-    Parameters
-    ----------
-    sink
-        Receives ``tiers.fallback`` and ``tiers.retired``.
-    """
+    """Sends next uses to workers. `start` it on a scheduler, `stop` it to end."""
 
     name = "gpurt-next-use"
 

@@ -67,13 +67,7 @@ _ATTRIBUTES = ("priority", "run_spec", "waiters")
 
 
 class HintReceiver:
-    """Hears the scheduler on behalf of one store. Use on the loop's thread. Call `want`, or nothing comes.
-
-    Parameters
-    ----------
-    clock
-        Monotonic seconds.
-    """
+    """Hears the scheduler on behalf of one store. Use on the loop's thread. Call `want`, or nothing comes."""
 
     def __init__(
         self,

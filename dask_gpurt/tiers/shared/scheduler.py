@@ -73,13 +73,7 @@ class _Removal(Wrapped):
 
 
 class SharedCopiesPlugin(TierPlugin):
-    """`start` it on a scheduler, `stop` it to end.
-
-    Parameters
-    ----------
-    bucket
-        The store that the workers write to.
-    """
+    """`start` it on a scheduler, `stop` it to end. `bucket` is the store that the workers write to."""
 
     name = "gpurt-shared-copies"
 

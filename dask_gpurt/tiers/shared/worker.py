@@ -42,12 +42,7 @@ REPORT_SECONDS = 0.05
 class SharedCopies:
     """Reports copies of one worker and adopts those of others. Use on the event loop's thread.
 
-    Parameters
-    ----------
-    store
-        What stands in for ``worker.data``.
-    objects
-        The tier whose copies other workers can read.
+    `objects` is the tier whose copies other workers can read.
     """
 
     def __init__(

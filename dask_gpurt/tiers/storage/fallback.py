@@ -51,13 +51,7 @@ class _Level:
 
 
 class Cascade:
-    """Implements `StorageTier` over others. Thread-safe.
-
-    Parameters
-    ----------
-    tiers
-        In the order in which they are asked; at least one.
-    """
+    """Implements `StorageTier` over others, at least one, which are asked in this order. Thread-safe."""
 
     def __init__(self, tiers: Sequence[StorageTier], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._levels = [_Level(t) for t in tiers]

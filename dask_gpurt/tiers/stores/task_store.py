@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distributed.sizeof import safe_sizeof
+from distributed.spill import SpilledSize
 
 from dask_gpurt.errors import LostData
 from dask_gpurt.model.tier import Tier
@@ -54,15 +55,6 @@ class StoredCopy:
 
     def __sizeof__(self) -> int:
         return self.nbytes
-
-
-class SpilledSize(NamedTuple):
-    """Bytes of values that are not in memory."""
-
-    #: what they take in memory (``sizeof``)
-    memory: int
-    #: what they take on disk
-    disk: int
 
 
 class Place(NamedTuple):
@@ -132,7 +124,7 @@ class TieredStore(MutableMapping["Key", Any]):
         #: keeps the values that are in device memory; the entry's value is then a `Box`. Set by `use_device`
         self.device: DeviceSpace | None = None
         #: called on the loop with the key of a device value that is on another tier now; must not raise
-        self.on_device_moved: Callable[[Key], None] = _ignored
+        self.on_device_moved: Callable[[Key], None] = lambda key: None
         #: brings values back to the device before they are needed; None: nothing does
         self.ahead: DeviceAhead | None = None
 
@@ -365,11 +357,6 @@ class TieredStore(MutableMapping["Key", Any]):
         """Keys that are not in the successor."""
         return list(self._entries)
 
-    @property
-    def own_keys_view(self) -> Collection[Key]:
-        """Live view of `own_keys`."""
-        return self._entries.keys()
-
     def forget(self, key: Key) -> None:
         """Drop a key that its successor has by now."""
         entry = self._entries.pop(key, None)
@@ -383,7 +370,7 @@ class TieredStore(MutableMapping["Key", Any]):
         """Becomes ``spilled_bytes`` in the worker's metrics."""
         total = SpilledSize(self._account.stored_memory_bytes, self._account.stored_disk_bytes)
         other = getattr(self.successor, "spilled_total", None)
-        return total if other is None else SpilledSize(total[0] + other[0], total[1] + other[1])
+        return total if other is None else total + other
 
     @property
     def slow(self) -> Collection[Key]:
@@ -411,7 +398,3 @@ class TieredStore(MutableMapping["Key", Any]):
     def cumulative_metrics(self) -> dict[tuple[str, str], float]:
         """(activity, unit) to an ever growing value; ``dask_worker_spill_*`` in Prometheus."""
         return self._engine.counters.as_stock()
-
-
-def _ignored(key: Key) -> None:
-    return None

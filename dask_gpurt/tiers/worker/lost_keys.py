@@ -108,5 +108,5 @@ class Losses:
                 # After release-worker-data on the same stream: a task that the scheduler has taken back because of it
                 # is no longer "processing" here, and it ignores this.
                 self._worker.batched_send({"op": "reschedule", "key": dependent, "stimulus_id": stimulus_id})
-        if key in self._store.own_keys_view:  # the state machine did not know it
+        if self._store.entry(key) is not None:  # the state machine did not know it
             self._store.forget(key)

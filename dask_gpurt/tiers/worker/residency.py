@@ -65,7 +65,7 @@ class ResidenceSender:
         """End. A second call does nothing."""
         self._on = False
         self._log.listener = None
-        self._store.on_device_moved = _ignored
+        self._store.on_device_moved = lambda key: None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -122,7 +122,3 @@ class ResidenceSender:
             self.sent_keys += len(back) + sum(map(len, below.values()))
         if self._dirty:
             self._timer = asyncio.get_running_loop().call_later(FLUSH_SECONDS, self._flush)
-
-
-def _ignored(key: Key) -> None:
-    return None

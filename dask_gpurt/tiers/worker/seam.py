@@ -203,7 +203,9 @@ class WorkerSeam:
             self.losses.give_up(key)
         for key in await spill_buffer.give_back(self.store, self.original, self._engine):
             self.losses.give_up(key)
-        self._restore()
+        self._worker.memory_manager.data = self.original
+        self._worker.state.data = self.original
+        self._unwrap()
 
     def abandon(self) -> None:
         """The worker is closing: unhook, but leave the data where it is."""
@@ -212,11 +214,6 @@ class WorkerSeam:
         self.prefetch.uninstall()
         if self.store.ahead is not None:
             self.store.ahead.stop()
-        self._unwrap()
-
-    def _restore(self) -> None:
-        self._worker.memory_manager.data = self.original
-        self._worker.state.data = self.original
         self._unwrap()
 
     def _unwrap(self) -> None:

@@ -27,15 +27,7 @@ if TYPE_CHECKING:
 
 
 class SmallTasks:
-    """Runs the small tasks of one worker. Event loop only.
-
-    Parameters
-    ----------
-    turns
-        Which tasks may have to wait, and what tasks return.
-    guard
-        Counts failures in here, as those of ``execute``.
-    """
+    """Runs the small tasks of one worker. Event loop only. Failures in here count as those of ``execute``."""
 
     def __init__(self, worker: Worker, engine: Engine, store: TieredStore, turns: Turns, guard: Guard) -> None:
         self._worker = worker

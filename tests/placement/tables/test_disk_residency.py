@@ -38,7 +38,7 @@ def test_the_oldest_news_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> 
     r = DiskResidency()
     r.heard("a", [(i, 1.0) for i in range(5)], ())
     assert list(r.on_disk) == [2, 3, 4]
-    assert (r.copies, r.dropped) == (3, 2)
+    assert r.copies == 3
 
 
 def test_a_disk_reads_one_after_the_other() -> None:
@@ -65,17 +65,17 @@ def cluster() -> tuple[Any, FakeWorker, FakeWorker, FakeTask]:
 def test_the_holder_that_has_it_in_memory() -> None:
     for spilled in (0, 1):
         engine, a, b, x = cluster()
-        engine.residence.heard((a, b)[spilled].address, [("x", 1e9)], ())
+        engine.tables.residence.heard((a, b)[spilled].address, [("x", 1e9)], ())
         assert engine.decide(FakeTask("f-0", x), None) is (a, b)[1 - spilled]
 
 
 def test_where_both_must_read_the_idle_disk() -> None:
     engine, a, b, x = cluster()
-    engine.residence.heard(a.address, [("x", 1e9)], ())
-    engine.residence.heard(b.address, [("x", 1e9)], ())
-    engine.residence.book(a.address, 20e9)
+    engine.tables.residence.heard(a.address, [("x", 1e9)], ())
+    engine.tables.residence.heard(b.address, [("x", 1e9)], ())
+    engine.tables.residence.book(a.address, 20e9)
     assert engine.decide(FakeTask("f-0", x), None) is b
-    assert engine.residence.queue_seconds(b.address) > 0.4, "the decision makes it read"
+    assert engine.tables.residence.queue_seconds(b.address) > 0.4, "the decision makes it read"
 
 
 def test_fetching_from_a_disk_waits_for_that_disk() -> None:
@@ -83,7 +83,7 @@ def test_fetching_from_a_disk_waits_for_that_disk() -> None:
     engine = make_engine([a, b])
     x = FakeTask("x", nbytes=10**9, on=(a,))
     before = engine.comm_cost(FakeTask("f-0", x), b)
-    engine.residence.heard(a.address, [("x", 1e9)], ())
+    engine.tables.residence.heard(a.address, [("x", 1e9)], ())
     after = engine.comm_cost(FakeTask("f-1", x), b)
     assert after == pytest.approx(before + 0.5)
 
@@ -107,13 +107,13 @@ def test_stealing_that_asks_for_every_idle_worker_looks_at_the_inputs_once(monke
 
 def test_forgotten_with_the_tasks_and_the_worker() -> None:
     engine, a, _, _ = cluster()
-    engine.residence.heard(a.address, [("x", 1e9)], ())
+    engine.tables.residence.heard(a.address, [("x", 1e9)], ())
     assert statistics.of(engine)["tables"]["copies_on_disk"] == 1
     engine.worker_removed(a.address)
     assert statistics.of(engine)["tables"]["copies_on_disk"] == 0
-    engine.residence.heard("b", [("x", 1e9)], ())
+    engine.tables.residence.heard("b", [("x", 1e9)], ())
     engine.books.restarted()
-    assert engine.residence.copies == 0
+    assert engine.tables.residence.copies == 0
 
 
 def test_the_simulated_cluster_reads_nothing_that_is_in_memory() -> None:

@@ -515,6 +515,6 @@ def test_what_stock_does_not_know() -> None:
     assert engine.knows_more(both), "its inputs are in two zones"
     assert not engine.knows_more(one), "stock looks at holders only, and does not leave their zone"
     engine.workers.zoned = False
-    engine.residence.heard(a.address, [("x", 1000)], ())
+    engine.tables.residence.heard(a.address, [("x", 1000)], ())
     assert engine.knows_more(one)
     assert not engine.knows_more(FakeTask("other", y))

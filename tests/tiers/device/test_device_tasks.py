@@ -193,7 +193,7 @@ async def test_what_reads_device_values_stays_on_workers_that_can_have_a_device(
         ]
         assert all(await c.gather(reads))
         assert {tuple(ws.address for ws in s.tasks[f.key].who_has) for f in reads} == {(a.address,)}
-        assert engine.residence is engine.tables.residence is plugin.residence
+        assert engine.tables.residence is plugin.residence
         assert plugin.statistics()["placement"]["devices"]["without"] == 1
         await plugin.uninstall()
 

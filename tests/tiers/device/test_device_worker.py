@@ -20,11 +20,10 @@ from dask_gpurt.backends import cuda, device_values, rocm
 from dask_gpurt.config import Settings
 from dask_gpurt.errors import InstallError
 from dask_gpurt.extension import GpurtScheduler, on_worker
-from dask_gpurt.tiers import TierRuntime
 from dask_gpurt.tiers.device import coexistence
 from dask_gpurt.tiers.device.oom import out_of_memory, with_note
 from dask_gpurt.tiers.device.setup import DeviceMemory, Late
-from dask_gpurt.tiers.runtime import _left_alone
+from dask_gpurt.tiers.runtime import TierRuntime, _left_alone
 from tests.tiers.conftest import HostSlabs
 
 pytest.importorskip("rmm")

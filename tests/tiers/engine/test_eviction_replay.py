@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.eviction_record import Trace
 from benchmarks.eviction_replay import Belady, Lru, Moved, Ours, replay
-from dask_gpurt.tiers.engine.access_trace import Trace
 
 
 def trace(text: str) -> list[tuple[float, str, int, Any]]:

@@ -15,12 +15,12 @@ from dask_gpurt.config import Settings
 from dask_gpurt.errors import SeamMismatch
 from dask_gpurt.extension import NAME, GpurtScheduler, on_worker
 from dask_gpurt.model import circuit_breaker
-from dask_gpurt.tiers import TierRuntime
 from dask_gpurt.tiers.engine.entry import NEVER
 from dask_gpurt.tiers.hints import scheduler
 from dask_gpurt.tiers.hints import worker as hints_worker
 from dask_gpurt.tiers.hints.protocol import HEARTBEAT_FIELD, KEEP, OP, PROTOCOL
 from dask_gpurt.tiers.hints.scheduler import NextUsePlugin
+from dask_gpurt.tiers.runtime import TierRuntime
 from dask_gpurt.tiers.scheduler_plugin import HEARTBEAT_NAME
 from tests.memory_watch import NO_WATCH
 from tests.tiers.conftest import beat

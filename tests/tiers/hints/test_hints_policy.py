@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from distributed.worker_state_machine import ExecuteFailureEvent, ExecuteSuccessEvent
 
+from benchmarks.eviction_record import record
 from benchmarks.eviction_replay import Ours, moved, replay
 from dask_gpurt.tiers.engine.entry import NEVER, Account, Entry
 from dask_gpurt.tiers.engine.victims import Victims, soonest_use
@@ -325,7 +326,7 @@ def test_what_was_freed_while_a_peer_fetched_it_is_no_news(run_rig: RunRig) -> N
     """A record that names it after its end could not be replayed."""
 
     async def test(b: Bench) -> None:
-        trace = b.rig.engine.record(100)
+        trace = record(b.rig.engine, 100)
         x = b.put("x")
         b.hear(items=[("x", [[0, 1, 4], [0, 1, 7]])])
         b.rig.engine.pin(x)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.cluster
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dask_gpurt.tiers import TierRuntime
+    from dask_gpurt.tiers.runtime import TierRuntime
     from dask_gpurt.tiers.shared.scheduler import SharedCopiesPlugin
 
 CONFIG = {

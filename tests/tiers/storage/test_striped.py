@@ -21,7 +21,7 @@ from distributed.utils_test import gen_cluster
 
 from dask_gpurt.config import Settings
 from dask_gpurt.errors import CorruptData, InstallError, TierFull
-from dask_gpurt.tiers import TierRuntime
+from dask_gpurt.tiers.runtime import TierRuntime
 from dask_gpurt.tiers.storage.disk.quota import InFlight, Quota
 from dask_gpurt.tiers.storage.disk.striped import AMPLE_BYTES, Directories, open_directories
 from dask_gpurt.tiers.storage.disk.tier import DiskTier

@@ -14,7 +14,7 @@ from distributed.utils_test import gen_cluster
 
 from dask_gpurt.config import Settings
 from dask_gpurt.memory.pages import pages
-from dask_gpurt.tiers import TierRuntime
+from dask_gpurt.tiers.runtime import TierRuntime
 from dask_gpurt.tiers.storage.disk.direct_io import POOL
 from dask_gpurt.tiers.storage.disk.quota import remove_folder
 from dask_gpurt.tiers.storage.disk.tier import DiskTier

@@ -8,9 +8,10 @@ import pytest
 from distributed import Client, Scheduler, Worker, wait
 from distributed.utils_test import gen_cluster
 
+from benchmarks.eviction_record import record
 from benchmarks.eviction_replay import Belady, Lru, Ours, moved, replay
 from dask_gpurt.config import Settings
-from dask_gpurt.tiers import TierRuntime
+from dask_gpurt.tiers.runtime import TierRuntime
 from tests.memory_watch import NO_WATCH
 
 pytestmark = pytest.mark.cluster
@@ -54,7 +55,7 @@ async def test_fetched_values_pass_the_gate(c: Client, s: Scheduler, a: Worker, 
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], worker_kwargs={"memory_limit": "200 kB"}, config=NO_WATCH)
 async def test_a_record_replays(c: Client, s: Scheduler, a: Worker) -> None:
     runtime = await TierRuntime.install(a, Settings.load({"tiers.disk-reserve": 0}).tiers)
-    trace = runtime.engine.record(10_000)
+    trace = record(runtime.engine, 10_000)
     x = c.map(make, range(30), key="x")
     await wait(x)
     assert await c.submit(add_up, *x[:20]) == sum(range(20))

@@ -244,7 +244,7 @@ async def test_the_scheduler_knows_what_is_on_disk(c: Client, s: Scheduler, a: W
     placement = plugin.placement
     assert placement is not None
     assert placement.engine is not None
-    assert placement.engine.residence is plugin.residence
+    assert placement.engine.tables.residence is plugin.residence
     del futures
     await async_poll_for(lambda: not s.tasks and not plugin.residence.on_disk, timeout=60)
     # What cannot be used is counted, and ends nothing.

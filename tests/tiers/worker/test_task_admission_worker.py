@@ -10,7 +10,7 @@ from distributed import Client, Scheduler, Worker, wait
 from distributed.utils_test import gen_cluster
 
 from dask_gpurt.config import Settings
-from dask_gpurt.tiers import TierRuntime
+from dask_gpurt.tiers.runtime import TierRuntime
 from tests.memory_watch import NO_WATCH
 
 pytestmark = pytest.mark.cluster

@@ -29,7 +29,8 @@ from dask_gpurt.config import Settings, TierSettings
 from dask_gpurt.errors import InstallError, LostData, SeamMismatch
 from dask_gpurt.memory import reclaim
 from dask_gpurt.testing import ArrayChunk, check_shard_store
-from dask_gpurt.tiers import TieredStore, TierRuntime
+from dask_gpurt.tiers.runtime import TierRuntime
+from dask_gpurt.tiers.stores.task_store import TieredStore
 from tests.memory_watch import NO_WATCH
 from tests.tiers.conftest import beat, handles
 

@@ -41,13 +41,7 @@ class Memory(NamedTuple):
 
 
 class IdleMemory:
-    """Asked before each large write. Thread-safe.
-
-    Parameters
-    ----------
-    look
-        The machine and each cgroup around this process.
-    """
+    """Asked before each large write. Thread-safe. `look`: the machine and each cgroup around this process."""
 
     def __init__(
         self,

@@ -67,13 +67,7 @@ class _Folder:
 
 
 class Directories:
-    """A `StorageTier` over one or more `DiskTier`. Thread-safe.
-
-    Parameters
-    ----------
-    disks
-        At least one. They share a `Quota`.
-    """
+    """A `StorageTier` over one or more `DiskTier`, which share a `Quota`. Thread-safe."""
 
     tier = Tier.DISK
 

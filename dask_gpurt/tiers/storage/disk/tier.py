@@ -116,6 +116,8 @@ class DiskTier:
         self.chooser = compression.Chooser(codec)
         #: chooses between past and through the page cache, and knows how fast both are
         self.ways = Ways(idle_memory)
+        #: of writes past the page cache, in bytes as they lie on disk
+        self.write_rate = self.ways.past.write
         #: frames written, by codec
         self.compressed_frames: dict[str, int] = {}
         #: files that could not be deleted before the tier is closed
@@ -125,8 +127,10 @@ class DiskTier:
         self._in_flight = InFlight() if in_flight is None else in_flight
         self._os = os_layer
         self._lock = threading.Lock()
-        self._used_bytes = 0
-        self._cached_bytes = 0
+        #: bytes of files, half-written ones and dead records of segments included
+        self.used_bytes = 0
+        #: of those that were left in the page cache, which the kernel may have given up by now
+        self.cached_bytes = 0
         self._names = itertools.count()
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(directory)
@@ -150,21 +154,6 @@ class DiskTier:
         )
 
     # ------------------------------------------------------------------ bytes
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of files, half-written ones and dead records of segments included."""
-        return self._used_bytes
-
-    @property
-    def write_rate(self) -> compression.Rate:
-        """Rate of writes past the page cache, in bytes as they lie on disk."""
-        return self.ways.past.write
-
-    @property
-    def cached_bytes(self) -> int:
-        """Bytes of files that were left in the page cache, which the kernel may have given up by now."""
-        return self._cached_bytes
 
     @property
     def limit_bytes(self) -> int | None:
@@ -198,12 +187,12 @@ class DiskTier:
                 )
         self.quota.claim(nbytes)
         with self._lock:
-            self._used_bytes += nbytes
+            self.used_bytes += nbytes
 
     def _release(self, nbytes: int) -> None:
         self.quota.release(nbytes)
         with self._lock:
-            self._used_bytes -= nbytes
+            self.used_bytes -= nbytes
 
     def _next_name(self) -> str:
         return f"{next(self._names):x}"
@@ -268,7 +257,7 @@ class DiskTier:
             self._release(most - stored)
         if cached:
             with self._lock:
-                self._cached_bytes += stored
+                self.cached_bytes += stored
         return DiskHandle(self, name, frames, stored, cached)
 
     def _stream(
@@ -375,7 +364,7 @@ class DiskTier:
         self._release(handle.nbytes)
         if handle.cached:
             with self._lock:
-                self._cached_bytes -= handle.nbytes
+                self.cached_bytes -= handle.nbytes
 
     # ------------------------------------------------------------------ life
 

@@ -86,10 +86,7 @@ def is_ours(bucket: Bucket, prefix: str) -> bool:
 class LeaseKeeper:
     """Keep the leases of one worker's prefixes, and of those it adopted. `start` and `stop` on the event loop.
 
-    Parameters
-    ----------
-    owner
-        Goes into the lease, for people.
+    `owner` goes into the lease, for people.
     """
 
     def __init__(

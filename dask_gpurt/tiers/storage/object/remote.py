@@ -24,20 +24,7 @@ CONCURRENCY: Final = 8
 
 
 class Remote:
-    """Objects of one store.
-
-    Parameters
-    ----------
-    scheme
-        Of the URL; ``memory`` is this process alone.
-    timeout_seconds
-        Of one request.
-
-    Raises
-    ------
-    Exception
-        obstore does not understand the URL.
-    """
+    """Objects of one store. Raises whatever obstore does where it does not understand the URL."""
 
     errors: tuple[type[Exception], ...] = (obstore.exceptions.BaseError, OSError)
     denied: tuple[type[Exception], ...] = (

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from dask_gpurt.tiers.storage.handle import Codec, Group
     from dask_gpurt.tiers.storage.object.client import Bucket
-    from dask_gpurt.tiers.storage.protocol import TierMetrics
 
 logger = logging.getLogger("distributed.worker.gpurt")
 
@@ -75,17 +74,7 @@ class ObjectHandle:
 
 
 class ObjectTier:
-    """Objects below one prefix that only this worker writes to.
-
-    Parameters
-    ----------
-    bucket
-        The store.
-    prefix
-        Of this worker, without a slash at its end.
-    limit_bytes
-        Quota; None: none.
-    """
+    """Objects below one prefix, without a slash at its end, that only this worker writes to."""
 
     tier = Tier.OBJECT
 
@@ -100,18 +89,11 @@ class ObjectTier:
         #: deletions that failed; a sweep finds what they left
         self.failed_deletions = 0
         self._lock = threading.Lock()
-        self._used_bytes = 0
+        #: of objects that this worker has written or adopted
+        self.used_bytes = 0
+        #: what went to and from this tier
+        self.metrics = bucket.metrics
         self._names = itertools.count()
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of objects that this worker has written or adopted."""
-        return self._used_bytes
-
-    @property
-    def metrics(self) -> TierMetrics:
-        """Counts of what went to and from this tier."""
-        return self.bucket.metrics
 
     def files(self) -> list[str]:
         """Names of the objects now, without prefix. For tests."""
@@ -126,18 +108,18 @@ class ObjectTier:
         """See `StorageTier.write`."""
         layout, head, views = plan(groups)
         with self._lock:
-            if self.limit_bytes is not None and self._used_bytes + layout.nbytes > self.limit_bytes:
+            if self.limit_bytes is not None and self.used_bytes + layout.nbytes > self.limit_bytes:
                 raise TierFull(
-                    f"{layout.nbytes} bytes more than the {self._used_bytes} in {self.bucket.url} would pass the limit "
+                    f"{layout.nbytes} bytes more than the {self.used_bytes} in {self.bucket.url} would pass the limit "
                     f"of {self.limit_bytes}. The value stays where it is"
                 )
-            self._used_bytes += layout.nbytes
+            self.used_bytes += layout.nbytes
         name = f"{self.prefix}/{next(self._names):x}"
         try:
             self.bucket.put(name, [head, *views])
         except BaseException:
             with self._lock:
-                self._used_bytes -= layout.nbytes
+                self.used_bytes -= layout.nbytes
             self.metrics.add(write_failures=1)
             # An answer may have been lost after the object was complete. Once: a store that is down takes its time.
             try:
@@ -152,7 +134,7 @@ class ObjectTier:
     ) -> ObjectHandle:
         """A handle for an object that a worker wrote which is gone; from now on it is ours to delete."""
         with self._lock:
-            self._used_bytes += nbytes
+            self.used_bytes += nbytes
         return ObjectHandle(self, name, nbytes, None, digest, on_free)
 
     def layout_of(self, handle: ObjectHandle) -> Layout:
@@ -212,7 +194,7 @@ class ObjectTier:
     def free(self, handle: ObjectHandle) -> None:
         """Delete the object. Once per handle."""
         with self._lock:
-            self._used_bytes -= handle.nbytes
+            self.used_bytes -= handle.nbytes
         try:
             self.bucket.delete([handle.name])
         except OSError as e:
