@@ -106,7 +106,7 @@ def begin(seed: int, way: str, dask_worker: Any) -> int:
 
 
 def counts(dask_worker: Any) -> dict[str, int]:
-    from dask_gpurt.shuffle import worker_statistics
+    from dask_gpurt.shuffle.counters import worker_statistics
 
     stats = worker_statistics(dask_worker)
     keys = ("refused", "resent_safe", "links_lost", "transport_errors", "restarts")
@@ -116,7 +116,7 @@ def counts(dask_worker: Any) -> dict[str, int]:
 
 async def install(dask_scheduler: Any, way: str) -> None:
     from dask_gpurt.config import ShuffleSettings
-    from dask_gpurt.shuffle import ShuffleTakeover
+    from dask_gpurt.shuffle.scheduler.takeover import ShuffleTakeover
 
     await ShuffleTakeover.install(dask_scheduler, ShuffleSettings(enabled=True, transport=way))
 

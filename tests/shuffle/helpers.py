@@ -14,7 +14,8 @@ import numpy as np
 import pandas as pd
 
 from dask_gpurt.config import ShuffleSettings
-from dask_gpurt.shuffle import MemoryShardStore, ShuffleTakeover, provide
+from dask_gpurt.shuffle.scheduler.takeover import ShuffleTakeover
+from dask_gpurt.shuffle.worker.shard_stores import MemoryShardStore, provide
 
 #: over distributed's comms, which many tests listen in on
 ON = ShuffleSettings(enabled=True, transport="rpc")

@@ -15,7 +15,9 @@ from distributed.utils_test import gen_cluster
 pytest.importorskip("rmm")
 
 from dask_gpurt.config import ShuffleSettings
-from dask_gpurt.shuffle import MemoryShardStore, ShuffleTakeover, worker_statistics
+from dask_gpurt.shuffle.counters import worker_statistics
+from dask_gpurt.shuffle.scheduler.takeover import ShuffleTakeover
+from dask_gpurt.shuffle.worker.shard_stores import MemoryShardStore
 from tests.backends import host_frames
 from tests.backends.host_frames import HostFrame, HostFrames
 from tests.backends.lazy_memory import LazyMemory

@@ -11,7 +11,8 @@ import pandas as pd
 import pytest
 from distributed.utils_test import gen_cluster
 
-from dask_gpurt.shuffle import MemoryShardStore, worker_statistics
+from dask_gpurt.shuffle.counters import worker_statistics
+from dask_gpurt.shuffle.worker.shard_stores import MemoryShardStore
 from tests.shuffle.helpers import NastyStore, left, mixed, ordered, right, same, source, taken_over, whole
 
 pytestmark = pytest.mark.cluster

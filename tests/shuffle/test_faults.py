@@ -19,13 +19,15 @@ from distributed import Client, LocalCluster, SchedulerPlugin
 from distributed.utils_test import gen_cluster
 
 from dask_gpurt.errors import LostData
-from dask_gpurt.shuffle import MemoryShardStore, seam, worker_statistics
+from dask_gpurt.shuffle import seam
+from dask_gpurt.shuffle.counters import worker_statistics
 from dask_gpurt.shuffle.rows import wire
 from dask_gpurt.shuffle.rows.assemble import Assembler
 from dask_gpurt.shuffle.scheduler import reopen
 from dask_gpurt.shuffle.worker import output_builder, sender
 from dask_gpurt.shuffle.worker.message import Message
 from dask_gpurt.shuffle.worker.run import GpurtShuffleRun
+from dask_gpurt.shuffle.worker.shard_stores import MemoryShardStore
 from tests.shuffle.helpers import NastyStore, left, mixed, ordered, right, source, taken_over, until, whole
 
 pytestmark = pytest.mark.cluster
@@ -49,7 +51,7 @@ async def drained(stores) -> None:
 PRELOAD = """
 async def dask_setup(server):
     from dask_gpurt.config import ShuffleSettings
-    from dask_gpurt.shuffle import ShuffleTakeover
+    from dask_gpurt.shuffle.scheduler.takeover import ShuffleTakeover
     await ShuffleTakeover.install(server, ShuffleSettings(enabled=True))
 """
 

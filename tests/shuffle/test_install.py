@@ -16,20 +16,13 @@ from distributed.utils_test import gen_cluster
 
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.errors import InstallError, SeamMismatch
-from dask_gpurt.shuffle import (
-    MemoryShardStore,
-    ShuffleTakeover,
-    probe,
-    provide,
-    seam,
-    store_of,
-    withdraw,
-    worker_statistics,
-)
+from dask_gpurt.shuffle import probe, seam
+from dask_gpurt.shuffle.counters import worker_statistics
 from dask_gpurt.shuffle.scheduler import output_tasks
 from dask_gpurt.shuffle.scheduler.plugin_swap import swap_plugin
-from dask_gpurt.shuffle.scheduler.takeover import FAILURES
+from dask_gpurt.shuffle.scheduler.takeover import FAILURES, ShuffleTakeover
 from dask_gpurt.shuffle.spec import GpurtShuffleSpec
+from dask_gpurt.shuffle.worker.shard_stores import MemoryShardStore, provide, store_of, withdraw
 from tests.shuffle.helpers import ON, left, right, source, until
 
 pytestmark = pytest.mark.cluster

@@ -13,7 +13,7 @@ from dask_gpurt._version import __version__
 from dask_gpurt.config import Settings, ShuffleSettings
 from dask_gpurt.errors import ConfigError, CorruptData, WireError
 from dask_gpurt.model import compression
-from dask_gpurt.shuffle import worker_statistics
+from dask_gpurt.shuffle.counters import worker_statistics
 from dask_gpurt.shuffle.probe import probe
 from dask_gpurt.shuffle.transport import plane
 from dask_gpurt.shuffle.transport.base import Header

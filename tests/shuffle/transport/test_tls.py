@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from distributed.utils_test import gen_cluster
 
-from dask_gpurt.shuffle import worker_statistics
+from dask_gpurt.shuffle.counters import worker_statistics
 from dask_gpurt.shuffle.transport import registry
 from dask_gpurt.shuffle.transport.base import Header, Peer, TransportUnavailable
 from dask_gpurt.shuffle.transport.link import events as lk

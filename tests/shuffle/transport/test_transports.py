@@ -25,7 +25,7 @@ from distributed.utils_test import gen_cluster
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.errors import WireError
 from dask_gpurt.memory.pages import Pages, system
-from dask_gpurt.shuffle import MemoryShardStore, worker_statistics
+from dask_gpurt.shuffle.counters import worker_statistics
 from dask_gpurt.shuffle.transport import plane, quiet_log, registry
 from dask_gpurt.shuffle.transport.base import Header, Peer, ReceiveGate, Services
 from dask_gpurt.shuffle.transport.link import events as lk
@@ -33,6 +33,7 @@ from dask_gpurt.shuffle.transport.link import records
 from dask_gpurt.shuffle.transport.link.records import LinkRecord, RecordKind, RunKey
 from dask_gpurt.shuffle.transport.tcp import cma, connection, listener
 from dask_gpurt.shuffle.transport.tcp.transport import TcpTransport
+from dask_gpurt.shuffle.worker.shard_stores import MemoryShardStore
 from tests.shuffle.helpers import left, mixed, ordered, receipt_of, source, taken_over, until, whole
 
 TWO: dict[str, Any] = {"client": True, "nthreads": [("127.0.0.1", 1)] * 2, "timeout": 120}

@@ -14,7 +14,6 @@ from distributed.shuffle._exceptions import ShuffleClosedError
 from distributed.shuffle._limiter import ResourceLimiter
 
 from dask_gpurt.errors import LostData
-from dask_gpurt.shuffle import MemoryShardStore
 from dask_gpurt.shuffle.counters import ShuffleCounters
 from dask_gpurt.shuffle.protocol.messages import Amend, BarrierAnswer, OutputOpened, Reopen, Valid
 from dask_gpurt.shuffle.protocol.recovery import Counting, State, Validity, origin, shard_id
@@ -38,6 +37,7 @@ from dask_gpurt.shuffle.worker.resend import Resender
 from dask_gpurt.shuffle.worker.scheduler_calls import SchedulerCalls
 from dask_gpurt.shuffle.worker.send_log import RetainBudget, SendLog
 from dask_gpurt.shuffle.worker.sender import Sender
+from dask_gpurt.shuffle.worker.shard_stores import MemoryShardStore
 from dask_gpurt.shuffle.worker.splitter import Splitter
 
 OWNERS = {0: "a", 1: "b", 2: "a"}
