@@ -16,6 +16,7 @@ import pandas as pd
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.shuffle.scheduler.takeover import ShuffleTakeover
 from dask_gpurt.shuffle.worker.shard_stores import MemoryShardStore, provide
+from tests.shuffle.invariants import check_runs
 
 #: over distributed's comms, which many tests listen in on
 ON = ShuffleSettings(enabled=True, transport="rpc")
@@ -73,7 +74,7 @@ async def taken_over(scheduler: Any, workers: Any = (), store: Any = MemoryShard
         provide(worker, stores[-1])
     takeover = await ShuffleTakeover.install(scheduler, settings)
     yield takeover, stores
-    takeover._plugin.runs.validate()
+    check_runs(takeover._plugin.runs)
 
 
 async def until(condition: Any) -> None:

@@ -185,28 +185,6 @@ class RunRecord:
         self.phase = phase
         self.changed()
 
-    def validate(self) -> None:
-        """Check that phase and amendments agree; for tests.
-
-        Raises
-        ------
-        AssertionError
-            They do not.
-        """
-        state = self.amendments
-        if self.phase is Phase.RECEIVING:
-            assert state.opened is None, self
-        elif self.phase is Phase.PASSED:
-            assert not state.opened, self
-        elif self.phase is Phase.OPENED:
-            assert state.opened, self
-            assert not state.handing, self
-        assert state.handing.keys() <= state.bound.keys(), self
-        assert max(state.bound.values(), default=0) <= state.epoch, self
-        assert max(state.scopes, default=0) <= state.epoch, self
-        assert state.validity is None or state.validity.epoch <= state.epoch, self
-        assert self.telling is None or state.epoch or self.phase is Phase.ENDED, self
-
     # ---- changes
 
     def changed(self, *_: object) -> None:
@@ -367,9 +345,3 @@ class Runs:
     def left_alone(self, shuffle_id: seam.ShuffleId) -> bool:
         """Whether a shuffle was restarted while its outputs were handed over; then none is bound late again."""
         return shuffle_id in self._left_alone
-
-    def validate(self) -> None:
-        """Check all records; for tests. Raises AssertionError."""
-        for record in self._records.values():
-            record.validate()
-            assert (record.phase is Phase.ENDED) != self.current(record), record

@@ -40,10 +40,6 @@ class _LinkAccount:
     window: int = 0
     closed: bool = False
 
-    @property
-    def reserved(self) -> int:
-        return self.granted - self.arrived + self.held
-
 
 class Arbiter:
     """The receive budget of one worker. Not thread-safe: callers hold a lock.
@@ -191,18 +187,3 @@ class Arbiter:
         account.granted += nbytes
         self._reserved += nbytes
         self.peak_reserved = max(self.peak_reserved, self._reserved)
-
-    def validate(self) -> None:
-        """Raise AssertionError when the books do not add up."""
-        accounts = self._accounts.values()
-        assert self._reserved == sum(a.reserved for a in accounts), (self._reserved, self._accounts)
-        assert self._windows == sum(a.window for a in accounts), (self._windows, self._accounts)
-        assert self._held == sum(a.held for a in accounts), (self._held, self._accounts)
-        assert 0 <= self._reserved <= self.budget, (self._reserved, self.budget)
-        assert 0 <= self._windows <= self.budget // 2
-        for link, a in self._accounts.items():
-            assert 0 <= a.arrived <= a.granted, (link, a)
-            assert a.held >= 0, (link, a)
-            assert 0 <= a.window <= a.granted - a.arrived, (link, a)
-            assert not a.closed or a.granted == a.arrived, (link, a)
-        assert all(link in self._accounts for link in self._queue)
