@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from distributed.scheduler import Scheduler
 
     from dask_gpurt.shuffle.scheduler.recovery import Amender
-    from dask_gpurt.shuffle.scheduler.runs import Runs, ShufflePlugin
+    from dask_gpurt.shuffle.scheduler.runs import Runs
 
 #: names of the statuses, as events have them
 _NAMES = frozenset(status.name for status in LEAVING)
@@ -71,7 +71,12 @@ class Drain:
     """
 
     def __init__(
-        self, scheduler: Scheduler, plugin: ShufflePlugin, runs: Runs, amender: Amender, failed: Callable[[], None]
+        self,
+        scheduler: Scheduler,
+        plugin: seam.ShuffleSchedulerPlugin,
+        runs: Runs,
+        amender: Amender,
+        failed: Callable[[], None],
     ) -> None:
         self._scheduler = scheduler
         self._plugin = plugin

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from distributed.scheduler import Scheduler, TaskState
 
     from dask_gpurt.shuffle.scheduler.calls import Calls
-    from dask_gpurt.shuffle.scheduler.runs import RunRecord, Runs, ShufflePlugin
+    from dask_gpurt.shuffle.scheduler.runs import RunRecord, Runs
 
 #: no worker has this address
 NOWHERE = "gpurt://output-is-not-complete"
@@ -60,9 +60,9 @@ ASKED = 5
 
 
 class Opener:
-    """Amends the runs of one scheduler whose barrier has passed; an `AfterBarrier`."""
+    """Amends the runs of one scheduler whose barrier has passed."""
 
-    def __init__(self, scheduler: Scheduler, plugin: ShufflePlugin, runs: Runs, calls: Calls) -> None:
+    def __init__(self, scheduler: Scheduler, plugin: seam.ShuffleSchedulerPlugin, runs: Runs, calls: Calls) -> None:
         self._scheduler = scheduler
         self._plugin = plugin
         self._runs = runs

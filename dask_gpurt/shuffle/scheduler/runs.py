@@ -23,7 +23,7 @@ import contextlib
 import dataclasses
 import enum
 import logging
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.protocol.recovery import agreed, too_narrow
@@ -72,13 +72,6 @@ class Begun(enum.Enum):
     NOTHING = "nothing"
     #: the run cannot be amended
     IMPOSSIBLE = "impossible"
-
-
-class ShufflePlugin(Protocol):
-    """What is used of the scheduler plugin named ``shuffle``; its private parts by way of `seam`."""
-
-    #: shuffle id -> distributed's ``SchedulerShuffleState``
-    active_shuffles: dict[seam.ShuffleId, seam.SchedulerShuffleState]
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -233,7 +226,7 @@ class Runs:
         The scheduler plugin named ``shuffle``.
     """
 
-    def __init__(self, scheduler: Scheduler, plugin: ShufflePlugin) -> None:
+    def __init__(self, scheduler: Scheduler, plugin: seam.ShuffleSchedulerPlugin) -> None:
         self._scheduler = scheduler
         self._plugin = plugin
         #: run id -> record
