@@ -15,6 +15,7 @@ import pandas as pd
 
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.shuffle.scheduler.takeover import ShuffleTakeover
+from dask_gpurt.shuffle.transport.link.receiver import ReceiverLink
 from dask_gpurt.shuffle.worker.shard_stores import MemoryShardStore, provide
 from tests.shuffle.invariants import check_runs
 
@@ -37,6 +38,16 @@ def receipt_of(transport: Any, *message: Any) -> Future[Any]:
     # That it ended is told once or more; the first time counts.
     transport.submit(lambda receipt: future.done() or future.set_result(receipt), *message)
     return future
+
+
+def spoil_arrivals(monkeypatch: Any, spoil: Any) -> None:
+    """Have `spoil(record, body)` say what arrives at every link of a transport, before it is looked at."""
+    inner = ReceiverLink.receive
+
+    def receive(self: Any, record: Any, body: Any, *given: Any, **named: Any) -> Any:
+        return inner(self, *spoil(record, body), *given, **named)
+
+    monkeypatch.setattr(ReceiverLink, "receive", receive)
 
 
 class NastyStore(MemoryShardStore):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dask_gpurt.memory.pages import Pages
     from dask_gpurt.shuffle.transport.ioloop import IoLoop
     from dask_gpurt.shuffle.transport.link.events import Close, Instruction
-    from dask_gpurt.shuffle.transport.link.records import LinkRecord, RunKey
+    from dask_gpurt.shuffle.transport.link.records import RunKey
     from dask_gpurt.shuffle.transport.link.sender import SenderLink
 
 logger = logging.getLogger("distributed.worker.gpurt")
@@ -299,9 +299,3 @@ class LinkTransport(abc.ABC, Generic[L]):
         if not close.quiet:
             self.lost += 1
             self.services.on_loss(self.name, link.peer.address, close.reason, close.violation)
-
-    # ---- receive thread
-
-    def arrived(self, record: LinkRecord, body: memoryview) -> tuple[LinkRecord, memoryview]:
-        """What came from the wire, before it is looked at; tests replace this."""
-        return record, body

@@ -22,8 +22,7 @@ from dask_gpurt.shuffle.transport.link.records import RecordKind
 from dask_gpurt.shuffle.transport.select import bandwidth, compress
 from dask_gpurt.shuffle.transport.select.compress import Squeezer, expanded
 from dask_gpurt.shuffle.transport.select.selector import Locality, TransportChooser
-from dask_gpurt.shuffle.transport.tcp.transport import TcpTransport
-from tests.shuffle.helpers import ordered, source, taken_over, whole
+from tests.shuffle.helpers import ordered, source, spoil_arrivals, taken_over, whole
 from tests.shuffle.invariants import check_books
 from tests.shuffle.transport.memory_network import MemoryNetwork, Weather
 from tests.shuffle.transport.test_link import RUN, SECRET, Worker
@@ -300,13 +299,13 @@ def test_what_is_spoiled_on_the_way_is_sent_again(monkeypatch):
     monkeypatch.setattr(plane, "locality_of", lambda ours, theirs: Locality.REMOTE)
     spoiled = []
 
-    def arrived(self, record, body):
+    def spoil(record, body):
         if record.kind is RecordKind.DATA and record.value:
             spoiled.append(record.sequence)
             body[record.length - 200] ^= 4  # in the last frame
         return record, body
 
-    monkeypatch.setattr(TcpTransport, "arrived", arrived)
+    spoil_arrivals(monkeypatch, spoil)
 
     @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2, timeout=120)
     async def check(c, s, a, b):

@@ -34,7 +34,7 @@ from dask_gpurt.shuffle.transport.link.records import LinkRecord, RecordKind, Ru
 from dask_gpurt.shuffle.transport.tcp import cma, connection, listener
 from dask_gpurt.shuffle.transport.tcp.transport import TcpTransport
 from dask_gpurt.shuffle.worker.shard_stores import MemoryShardStore
-from tests.shuffle.helpers import left, mixed, ordered, receipt_of, source, taken_over, until, whole
+from tests.shuffle.helpers import left, mixed, ordered, receipt_of, source, spoil_arrivals, taken_over, until, whole
 
 TWO: dict[str, Any] = {"client": True, "nthreads": [("127.0.0.1", 1)] * 2, "timeout": 120}
 RUN, SECRET = RunKey(7, 1), bytes(range(16))
@@ -519,14 +519,7 @@ def test_corrupt_messages_are_sent_again_over_rpc(kind, monkeypatch):
 
     @gen_cluster(**cluster_for(kind))
     async def check(c, s, a, b):
-        make = registry.make
-
-        def spoilt(name, *given):
-            transport = make(name, *given)
-            transport.arrived = spoil
-            return transport
-
-        monkeypatch.setattr(registry, "make", spoilt)
+        spoil_arrivals(monkeypatch, spoil)
         monkeypatch.setattr("dask_gpurt.shuffle.worker.sender.STAGE_BYTES", 1000)
         async with taken_over(s, [a, b], settings=with_transport(kind)):
             same_rows(await c.compute(source(left, 30).shuffle("k", npartitions=5)), left, 30)
@@ -597,21 +590,12 @@ def test_lost_links_are_survived(monkeypatch, kind):
 
     @gen_cluster(**cluster_for(kind))
     async def check(c, s, a, b):
-        make = registry.make
+        def cut(record, body):
+            if record.kind is RecordKind.DATA and record.sequence > 1:
+                raise ConnectionResetError("cut")
+            return record, body
 
-        def cut(name, *given):
-            transport = make(name, *given)
-            inner = transport.arrived
-
-            def arrived(record, body):
-                if record.kind is RecordKind.DATA and record.sequence > 1:
-                    raise ConnectionResetError("cut")
-                return inner(record, body)
-
-            transport.arrived = arrived
-            return transport
-
-        monkeypatch.setattr(registry, "make", cut)
+        spoil_arrivals(monkeypatch, cut)
         monkeypatch.setattr("dask_gpurt.shuffle.worker.sender.STAGE_BYTES", 1000)
         async with taken_over(s, [a, b], settings=with_transport(kind)):
             same_rows(await c.compute(source(left, 20).shuffle("k", npartitions=5)), left, 20)

@@ -78,9 +78,6 @@ class TcpOwner(InboundOwner, OutboundOwner, Protocol):
     def connection(self, sock: socket.socket, failed: Callable[[str], None], peer: str, accepted: bool) -> Connection:
         """The connection of a link from here, or of one that was `accepted`, on a socket."""
 
-    def arrived(self, record: LinkRecord, body: memoryview) -> tuple[LinkRecord, memoryview]:
-        """A record came from the wire."""
-
 
 class TcpOutbound(OutboundEnd):
     """A link from here; in the send thread."""
@@ -226,7 +223,6 @@ class TcpInbound(InboundEnd):
                     self.owner.pulls.pulled += 1
                     self.owner.pulls.pulled_bytes += len(body)
                 nbytes += len(body)
-                record, body = self.owner.arrived(record, body)
                 self.carry_out(self.machine.receive(record, body, time.monotonic(), fresh=self._fresh))
         except WireError as e:
             self.violated(str(e))

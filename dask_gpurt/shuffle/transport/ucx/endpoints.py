@@ -63,9 +63,6 @@ class UcxOwner(InboundOwner, OutboundOwner, Protocol):
     #: (when, endpoint) of those that UCX closes in the background
     closing: collections.deque[tuple[float, Any]]
 
-    def arrived(self, record: LinkRecord, body: memoryview) -> tuple[LinkRecord, memoryview]:
-        """A record came from the wire."""
-
     def beside(self, call: Callable[[], Any]) -> Future[Any]:
         """Run a call that waits for the device, or allocates there, in another thread."""
 
@@ -269,8 +266,7 @@ class UcxInbound(_UcxEnd, InboundEnd):
         self, record: LinkRecord, body: memoryview, apart: list[Any] | None, fresh: bool, problem: str = ""
     ) -> None:
         """A message is here; with a `problem` it is refused, and its sender takes the safe way."""
-        got, whole = self.owner.arrived(record, body)
-        instructions = self.machine.receive(got, whole, time.monotonic(), frames=apart, fresh=fresh)
+        instructions = self.machine.receive(record, body, time.monotonic(), frames=apart, fresh=fresh)
         if problem:
             self.refuse(instructions, problem)
         else:
