@@ -25,7 +25,7 @@ import logging
 import time
 import traceback
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model import safe_mode
 from dask_gpurt.shuffle import seam
@@ -45,7 +45,6 @@ from dask_gpurt.shuffle.transport.select.selector import DEVICE, INPROC, SAFE, L
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from distributed import Security
     from distributed.worker import Worker
 
     from dask_gpurt.config import ShuffleSettings
@@ -53,6 +52,8 @@ if TYPE_CHECKING:
     from dask_gpurt.shuffle.transport.link.records import RunKey
 
     Safe = Callable[[], Awaitable[Any]]
+    #: asks the same run on another worker (its address), by distributed's comms; `Plane.answer` answers there
+    Ask = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
 
 logger = logging.getLogger("distributed.worker.gpurt")
 
@@ -60,23 +61,6 @@ logger = logging.getLogger("distributed.worker.gpurt")
 QUESTIONS = frozenset({AskCard.HEAD[KIND], AskCredit.HEAD[KIND]})
 #: peers whose choosers are kept
 _PEERS = 4096
-
-
-class PlaneHost(Protocol):
-    """A worker, as far as its plane must know it."""
-
-    address: str
-
-    @property
-    def security(self) -> Security | None:
-        """Its certificates."""
-
-
-class RunSender(Protocol):
-    """A run that sends."""
-
-    async def ask(self, address: str, question: dict[str, Any]) -> dict[str, Any]:
-        """Ask the same run on another worker, by distributed's comms; `Plane.answer` answers there."""
 
 
 class Plane:
@@ -95,7 +79,7 @@ class Plane:
     """
 
     def __init__(
-        self, worker: PlaneHost, settings: ShuffleSettings, count: Callable[..., None], unsent_bytes: int
+        self, worker: Worker, settings: ShuffleSettings, count: Callable[..., None], unsent_bytes: int
     ) -> None:
         self.address = worker.address
         self._security = worker.security
@@ -154,7 +138,7 @@ class Plane:
 
     async def send(
         self,
-        run: RunSender,
+        ask: Ask,
         key: RunKey,
         peer: str,
         frames: Sequence[Any],
@@ -164,7 +148,7 @@ class Plane:
 
         Parameters
         ----------
-        run
+        ask
             Asks peers for their card, and for credit.
         key, peer
             The run on links, and the address of the worker.
@@ -174,7 +158,7 @@ class Plane:
             Sends it by distributed's comms; what lies on a device it copies to the host.
         """
         try:
-            route = await self._route(run, key, peer)
+            route = await self._route(ask, key, peer)
         except NoRoute as e:
             return e.answer
         device = any(map(records.is_device, frames))
@@ -213,12 +197,12 @@ class Plane:
                 route.chooser.lost(DEVICE, end)
             self.links.had_problem(peer, f"{name}: {receipt.problem}")
             logger.info("message to %s is sent again over %s: %s over %s", peer, SAFE, receipt.problem, name)
-        return await self._send_safe(run, route, peer, nbytes, device, safe)
+        return await self._send_safe(ask, route, peer, nbytes, device, safe)
 
-    async def meet(self, run: RunSender, key: RunKey, peer: str) -> Any:
+    async def meet(self, ask: Ask, key: RunKey, peer: str) -> Any:
         """Learn the ways to a peer, if they are not known; what goes wrong is found out again by the first message."""
         with contextlib.suppress(Exception):
-            await self._route(run, key, peer)
+            await self._route(ask, key, peer)
         return {"status": "OK"}
 
     def takes_device(self, key: RunKey, peer: str) -> bool:
@@ -228,7 +212,7 @@ class Plane:
             return False
         return future.result().chooser.choose(0, True, time.monotonic()) != SAFE
 
-    async def _send_safe(self, run: RunSender, route: Route, peer: str, nbytes: int, device: bool, safe: Safe) -> Any:
+    async def _send_safe(self, ask: Ask, route: Route, peer: str, nbytes: int, device: bool, safe: Safe) -> Any:
         """By distributed's comms, which know no memory but the host's."""
         counters = self.links.of(peer, SAFE)
         start = time.monotonic()
@@ -236,7 +220,7 @@ class Plane:
         route.chooser.began(SAFE, nbytes, device, start)
         try:
             counters.stall_seconds += await route.safe.credit(
-                nbytes, lambda total: run.ask(peer, AskCredit(self.address, total).to_dict())
+                nbytes, lambda total: ask(peer, AskCredit(self.address, total).to_dict())
             )
             response = await safe()
             stored = True
@@ -287,14 +271,14 @@ class Plane:
         )
         return await future
 
-    async def _route(self, run: RunSender, key: RunKey, peer: str) -> Route:
+    async def _route(self, ask: Ask, key: RunKey, peer: str) -> Route:
         future = self._routes.get((key, peer))
         if future is not None:
             # Mostly it is there: to await it would take a turn of the loop.
             return future.result() if future.done() else await asyncio.shield(future)
         self._routes[key, peer] = future = self._loop.create_future()
         try:
-            route = await self._introduce(run, key, peer)
+            route = await self._introduce(ask, key, peer)
         except BaseException as e:
             self._routes.pop((key, peer), None)
             future.set_exception(e if isinstance(e, Exception) else ConnectionError(repr(e)))
@@ -305,8 +289,8 @@ class Plane:
             self._routes.pop((key, peer), None)
         return route
 
-    async def _introduce(self, run: RunSender, key: RunKey, peer: str) -> Route:
-        answer = await run.ask(peer, AskCard(self.address, process_token(), host_token()).to_dict())
+    async def _introduce(self, ask: Ask, key: RunKey, peer: str) -> Route:
+        answer = await ask(peer, AskCard(self.address, process_token(), host_token()).to_dict())
         if answer.get("status") != "OK" or "endpoints" not in answer:  # it may be lost
             raise NoRoute(answer)
         card = Card.from_dict(answer)

@@ -16,7 +16,7 @@ import functools
 import itertools
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dask_gpurt.errors import WireError
 from dask_gpurt.model.slots import NETWORK, waiting
@@ -232,7 +232,7 @@ class Sender:
                 message = await self._host.offload(self._message, parcels, frozenset(known))
             began = time.perf_counter()
             response: Answer = await self._plane.send(
-                *(self, self._key, address, message.frames),
+                *(self._peers.call, self._key, address, message.frames),
                 functools.partial(self._by_comms, address, message, parcels, known),
             )
             self.rate.sent(message.nbytes, time.perf_counter() - began)
@@ -269,9 +269,6 @@ class Sender:
     async def direct(self, addresses: Collection[str]) -> set[str]:
         """Of some workers, those that take rows in device memory; asks them, the first time."""
         others = [a for a in addresses if a != self._host.local_address]
-        await asyncio.gather(*(self._peers.unless_lost(a, self._plane.meet(self, self._key, a)) for a in others))
-        return {a for a in others if self._plane.takes_device(self._key, a)}
-
-    async def ask(self, address: str, question: dict[str, Any]) -> Answer:
-        """Ask a peer's run something by distributed's comms; see `transport.plane.Plane.answer`."""
-        return await self._peers.call(address, question)
+        peers, plane, key = self._peers, self._plane, self._key
+        await asyncio.gather(*(peers.unless_lost(a, plane.meet(peers.call, key, a)) for a in others))
+        return {a for a in others if plane.takes_device(key, a)}

@@ -385,7 +385,7 @@ def test_a_message_of_many_buffers_is_packed_in_a_thread(monkeypatch, most):
     async def check() -> None:
         one = sender(Threads(), ResourceLimiter(1 << 20), written := [], [])
         one._plane = SimpleNamespace(send=send, takes_device=lambda key, peer: False)
-        one._peers = SimpleNamespace(unless_lost=lambda address, coroutine: coroutine)
+        one._peers = SimpleNamespace(unless_lost=lambda address, coroutine: coroutine, call=None)
         out = outgoing(Owners("a", OWNERS, None), log())
         await one.stage(out.parcels, [])
         await one.flush()
