@@ -407,9 +407,3 @@ def plane_of(
 def existing(worker: Worker) -> Plane | None:
     """The data plane of a worker, if it has one."""
     return _of_worker.get(worker)
-
-
-def statistics_of(worker: Worker) -> dict[str, Any] | None:
-    """`Plane.statistics` of a worker; None before it has a plane."""
-    plane = _of_worker.get(worker)
-    return None if plane is None else plane.statistics()

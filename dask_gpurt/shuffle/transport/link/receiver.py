@@ -70,7 +70,6 @@ class ReceiverLink:
         self._low = 0
         #: bytes of the longest message so far
         self._copy_limit = 0
-        self.copies = 0
 
     _TABLE: ClassVar[dict[tuple[LinkState, RecordKind], str | None]] = {
         (LinkState.WAITING, RecordKind.HELLO): "_on_hello",
@@ -216,7 +215,6 @@ class ReceiverLink:
         self, record: LinkRecord, body: memoryview, frames: list[Any] | None, fresh: bool
     ) -> list[Instruction]:
         if not fresh:
-            self.copies += 1
             answer = self._answers.get(record.sequence)
             if answer is None and record.sequence <= self._low:
                 answer = Send(LinkRecord(RecordKind.ACK, self.run, record.sequence, value=self._granted))
