@@ -19,8 +19,7 @@ from dask_gpurt.errors import InstallError, SeamMismatch
 from dask_gpurt.shuffle import probe, seam
 from dask_gpurt.shuffle.counters import worker_statistics
 from dask_gpurt.shuffle.scheduler import output_tasks
-from dask_gpurt.shuffle.scheduler.plugin_swap import swap_plugin
-from dask_gpurt.shuffle.scheduler.takeover import FAILURES, ShuffleTakeover
+from dask_gpurt.shuffle.scheduler.takeover import FAILURES, ShuffleTakeover, swap_plugin
 from dask_gpurt.shuffle.spec import GpurtShuffleSpec
 from dask_gpurt.shuffle.worker.shard_stores import MemoryShardStore, provide, store_of, withdraw
 from tests.shuffle.helpers import ON, left, right, source, until

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dask_gpurt.errors import WireError
-from dask_gpurt.shuffle.rows.identity_cache import ByObject
+from dask_gpurt.shuffle.rows.schema import ByObject
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,12 +13,13 @@ from __future__ import annotations
 import abc
 import dataclasses
 import logging
+import math
 import threading
+import time
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from dask_gpurt.errors import GpurtError
 from dask_gpurt.shuffle.transport.link.credits import Arbiter
-from dask_gpurt.shuffle.transport.quiet_log import QuietLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from dask_gpurt.shuffle.transport.link.sender import SenderLink
 
 logger = logging.getLogger("distributed.worker.gpurt")
+#: between two warnings of one transport, which may come thousands of times per second
+QUIET_SECONDS = 30.0
 
 
 class TransportUnavailable(GpurtError):
@@ -203,6 +206,34 @@ class Services:
     on_loss: Callable[[str, str, str, bool], None]
     #: certificates of this worker, and what it asks of those of others; None: there are none
     security: Security | None = None
+
+
+class QuietLog:
+    """Log the first warning of each period. Thread-safe.
+
+    Parameters
+    ----------
+    now
+        Seconds of any monotonic clock.
+    """
+
+    def __init__(self, logger: logging.Logger, now: Callable[[], float] = time.monotonic) -> None:
+        self._logger = logger
+        self._now = now
+        self._next = -math.inf
+        self._left_out = 0
+        self._lock = threading.Lock()
+
+    def warning(self, text: str) -> None:
+        """Log it, unless a line of this period was logged. The next line says how many were left out."""
+        with self._lock:
+            now = self._now()
+            if now < self._next:
+                self._left_out += 1
+                return
+            self._next = now + QUIET_SECONDS
+            before, self._left_out = self._left_out, 0
+        self._logger.warning("%s%s", text, f" ({before} more warnings since the last one)" if before else "")
 
 
 class OutboundLink(Protocol):

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from dask_gpurt.shuffle.transport.rpc_credit import SafeSender
 
 if TYPE_CHECKING:
+    from dask_gpurt.shuffle.protocol.messages import Card
     from dask_gpurt.shuffle.transport.base import Header, Peer
-    from dask_gpurt.shuffle.transport.cards import Card
     from dask_gpurt.shuffle.transport.select.selector import TransportChooser
 
 

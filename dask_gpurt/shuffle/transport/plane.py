@@ -29,9 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model import safe_mode
 from dask_gpurt.shuffle import seam
-from dask_gpurt.shuffle.protocol.messages import KIND
+from dask_gpurt.shuffle.protocol.messages import KIND, AskCard, AskCredit, Card
 from dask_gpurt.shuffle.transport.base import Header, Peer, Receipt, ReceiveGate, Services
-from dask_gpurt.shuffle.transport.cards import AskCard, AskCredit, Card
 from dask_gpurt.shuffle.transport.inbox import Inbox
 from dask_gpurt.shuffle.transport.link import records
 from dask_gpurt.shuffle.transport.mailbox import Outcomes

@@ -1,7 +1,8 @@
-"""What the parts of a run ask of the run that they belong to; see `run.GpurtShuffleRun`."""
+"""What the parts of a run ask of the run that they belong to (`run.GpurtShuffleRun`), and how its threads are used."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 if TYPE_CHECKING:
@@ -31,3 +32,10 @@ class RunHost(Protocol):
 
     async def offload(self, function: Callable[..., T], *args: object) -> T:
         """Call a function in a thread of the worker."""
+
+
+def submit(executor: ThreadPoolExecutor, function: Callable[[], object]) -> None:
+    """Run a function in a thread of the worker, now or later; not at all if the pool is shut down."""
+    # A worker that closes with runs open has shut it down; its memory goes with the process.
+    with contextlib.suppress(RuntimeError):
+        executor.submit(function)

@@ -27,7 +27,7 @@ from dask_gpurt.shuffle.protocol.recovery import numbered, origin
 from dask_gpurt.shuffle.rows import wire
 from dask_gpurt.shuffle.rows.partition import SHARD_BYTES
 from dask_gpurt.shuffle.transport.link import records
-from dask_gpurt.shuffle.worker.executor import submit
+from dask_gpurt.shuffle.worker.host import RunHost, submit
 from dask_gpurt.shuffle.worker.message import Message
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from dask_gpurt.shuffle.rows.partition import Shard
     from dask_gpurt.shuffle.rows.slices import Piece
     from dask_gpurt.shuffle.transport.link.records import RunKey
-    from dask_gpurt.shuffle.worker.host import RunHost
 
 #: messages of this many bytes or more are checked in a thread
 OFFLOAD_BYTES = 1 << 18

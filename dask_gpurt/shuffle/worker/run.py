@@ -42,9 +42,9 @@ from dask_gpurt.shuffle.transport.link.records import RunKey
 from dask_gpurt.shuffle.transport.plane import QUESTIONS
 from dask_gpurt.shuffle.worker import retained
 from dask_gpurt.shuffle.worker.amendment import Amendment
-from dask_gpurt.shuffle.worker.executor import submit
 from dask_gpurt.shuffle.worker.flushed_buffers import FlushedBuffers
 from dask_gpurt.shuffle.worker.handover import Handover
+from dask_gpurt.shuffle.worker.host import submit
 from dask_gpurt.shuffle.worker.join_filter import JoinRows
 from dask_gpurt.shuffle.worker.output_builder import OutputBuilder
 from dask_gpurt.shuffle.worker.owners import Owners

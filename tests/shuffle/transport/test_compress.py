@@ -19,7 +19,7 @@ from dask_gpurt.shuffle.transport import plane
 from dask_gpurt.shuffle.transport.base import Header
 from dask_gpurt.shuffle.transport.link import records
 from dask_gpurt.shuffle.transport.link.records import RecordKind
-from dask_gpurt.shuffle.transport.select import bandwidth, compress
+from dask_gpurt.shuffle.transport.select import compress, selector
 from dask_gpurt.shuffle.transport.select.compress import Squeezer, expanded
 from dask_gpurt.shuffle.transport.select.selector import Locality, TransportChooser
 from tests.shuffle.helpers import ordered, source, spoil_arrivals, taken_over, whole
@@ -45,8 +45,8 @@ def squeezer(setting: str = "auto") -> tuple[Squeezer, dict[str, float]]:
     return Squeezer(setting, counted.update), counted
 
 
-def pace_of(bytes_per_second: float) -> bandwidth.LinkBandwidth:
-    some = bandwidth.LinkBandwidth()
+def pace_of(bytes_per_second: float) -> selector.LinkBandwidth:
+    some = selector.LinkBandwidth()
     some.best = bytes_per_second
     return some
 
@@ -167,16 +167,16 @@ def test_settings():
 
 
 def test_the_fastest_stretch_counts():
-    some, now = bandwidth.LinkBandwidth(), 0.0
+    some, now = selector.LinkBandwidth(), 0.0
 
     def send(bytes_per_second: float, stored: bool = True) -> None:
         nonlocal now
         now += 10.0  # nothing was under way
         for _ in range(2):  # two at a time share the link
-            some.began(bandwidth.STRETCH, now)
-        now += 2 * bandwidth.STRETCH / bytes_per_second
+            some.began(selector.STRETCH, now)
+        now += 2 * selector.STRETCH / bytes_per_second
         for _ in range(2):
-            some.ended(bandwidth.STRETCH, now, stored)
+            some.ended(selector.STRETCH, now, stored)
 
     send(1e8, stored=False)
     assert some.best == 0
@@ -233,7 +233,7 @@ def test_shuffles_between_hosts(codec, transport, monkeypatch):
         pytest.importorskip("ucxx")
     monkeypatch.setattr(plane, "locality_of", lambda ours, theirs: Locality.REMOTE)
     monkeypatch.setattr(
-        bandwidth.LinkBandwidth, "best", property(lambda self: 20e6, lambda self, value: None), raising=False
+        selector.LinkBandwidth, "best", property(lambda self: 20e6, lambda self, value: None), raising=False
     )
 
     @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2, timeout=120)

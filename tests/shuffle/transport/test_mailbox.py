@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from dask_gpurt.config import ShuffleSettings
+from dask_gpurt.shuffle.protocol.messages import Card
 from dask_gpurt.shuffle.transport.base import Header, Receipt
-from dask_gpurt.shuffle.transport.cards import Card
 from dask_gpurt.shuffle.transport.ioloop import IoLoop
 from dask_gpurt.shuffle.transport.link.events import Deliver, Instruction, Send
 from dask_gpurt.shuffle.transport.link.records import RunKey
