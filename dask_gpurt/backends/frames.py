@@ -101,8 +101,6 @@ class DeviceFrames(Protocol):
 
         Parameters
         ----------
-        frame
-            One input partition.
         column
             Name of the column of output ids, integers without nulls.
         meta
@@ -184,8 +182,6 @@ def refused(meta: Any, column: str) -> str:
     ----------
     meta
         Empty frame, the column of output ids included.
-    column
-        Its name.
     """
     if meta.columns.nlevels > 1 or not meta.columns.is_unique:
         return "its columns have several levels, or one name twice"
@@ -218,8 +214,6 @@ def reason_for_stock(meta: Any, column: str, enabled: bool) -> str:
 
     Parameters
     ----------
-    meta, column
-        As for `refused`.
     enabled
         ``gpurt.shuffle.device-frames``.
     """

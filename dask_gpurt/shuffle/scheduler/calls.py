@@ -58,8 +58,6 @@ class Calls:
         ----------
         msg
             With its handler as ``op``.
-        workers
-            Addresses.
         seconds
             To wait for all answers.
 

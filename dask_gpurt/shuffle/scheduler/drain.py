@@ -40,8 +40,6 @@ def worker_for(scheduler: Scheduler, runs: Runs, spec: Any, shift: int) -> dict[
 
     Parameters
     ----------
-    spec
-        Of the shuffle.
     shift
         By how many places the workers are rotated, so that many small shuffles do not begin with the same one.
     """
@@ -60,15 +58,7 @@ def worker_for(scheduler: Scheduler, runs: Runs, spec: Any, shift: int) -> dict[
 
 
 class Drain:
-    """Looks after the shuffles of one scheduler when a worker begins no more tasks.
-
-    Parameters
-    ----------
-    plugin
-        The scheduler plugin named ``shuffle``.
-    failed
-        Called in an exception handler: counts an error of ours.
-    """
+    """Looks after the shuffles of one scheduler when a worker begins no more tasks."""
 
     def __init__(
         self,

@@ -53,15 +53,7 @@ _OVER = ("erred", "forgotten")
 
 
 class Amender:
-    """Amends the runs of one scheduler.
-
-    Parameters
-    ----------
-    after
-        Amends runs whose barrier has passed.
-    failed
-        Called in an exception handler: counts an error of ours.
-    """
+    """Amends the runs of one scheduler."""
 
     def __init__(
         self, scheduler: Scheduler, runs: Runs, calls: Calls, after: Opener, failed: Callable[[], None]

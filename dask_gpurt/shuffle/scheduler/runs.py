@@ -76,14 +76,9 @@ class Begun(enum.Enum):
 
 @dataclasses.dataclass(eq=False, slots=True)
 class RunRecord:
-    """One run of our shuffle, as the scheduler knows it.
+    """One run of our shuffle, as the scheduler knows it."""
 
-    Parameters
-    ----------
-    run
-        Distributed's ``SchedulerShuffleState``: ids, spec, owners and the workers that take part.
-    """
-
+    #: ids, spec, owners and the workers that take part
     run: seam.SchedulerShuffleState
     phase: Phase = Phase.RECEIVING
     #: key of a transfer task whose result was lost with a worker -> the epoch of that loss
@@ -218,13 +213,7 @@ class RecoveryCounters:
 
 
 class Runs:
-    """The active runs of our shuffle on one scheduler.
-
-    Parameters
-    ----------
-    plugin
-        The scheduler plugin named ``shuffle``.
-    """
+    """The active runs of our shuffle on one scheduler."""
 
     def __init__(self, scheduler: Scheduler, plugin: seam.ShuffleSchedulerPlugin) -> None:
         self._scheduler = scheduler

@@ -90,10 +90,6 @@ class Transport(Protocol):
         ----------
         ended
             Called once, in any thread, when the message has ended; must not block.
-        peer
-            Where to.
-        header
-            What goes with the message.
         buffers
             The message; they must not change until it has ended.
         """
@@ -109,13 +105,7 @@ class Transport(Protocol):
 
 
 class ReceiveGate:
-    """The receive budget of a worker, which tells links what they were granted. Any thread.
-
-    Parameters
-    ----------
-    budget
-        Bytes that messages on their way to this worker, or held until they are stored, may take together.
-    """
+    """The receive budget of a worker, which tells links what they were granted. Any thread."""
 
     def __init__(self, budget: int) -> None:
         self._arbiter = Arbiter(budget)
@@ -209,13 +199,7 @@ class Services:
 
 
 class QuietLog:
-    """Log the first warning of each period. Thread-safe.
-
-    Parameters
-    ----------
-    now
-        Seconds of any monotonic clock.
-    """
+    """Log the first warning of each period. Thread-safe."""
 
     def __init__(self, logger: logging.Logger, now: Callable[[], float] = time.monotonic) -> None:
         self._logger = logger

@@ -67,10 +67,6 @@ class Plane:
 
     Parameters
     ----------
-    worker
-        Has an address, and certificates if its address is encrypted.
-    settings
-        Of the shuffle.
     count
         Adds to the counters of the worker's shuffles, by name.
     unsent_bytes
@@ -151,8 +147,6 @@ class Plane:
             Asks peers for their card, and for credit.
         key, peer
             The run on links, and the address of the worker.
-        frames
-            The message.
         safe
             Sends it by distributed's comms; what lies on a device it copies to the host.
         """
@@ -389,8 +383,6 @@ def plane_of(
         Its shuffle plugin, whose limit of unsent bytes holds if it is lower.
     settings
         Of the shuffle; other ones than before replace the plane.
-    count
-        Adds to the counters of the worker's shuffles, by name.
     """
     plane = _of_worker.get(worker)
     if plane is None or plane.closed or plane.settings != settings:

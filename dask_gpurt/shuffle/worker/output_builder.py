@@ -56,26 +56,12 @@ class OutputBuilder:
 
     Parameters
     ----------
-    host
-        The run.
     sync
         Calls a coroutine function, with arguments, on the event loop and waits for it.
-    rows
-        Assembles.
-    owners
-        Where outputs belong.
-    counting
-        Which attempts count for which output.
-    receiver
-        Has the rows.
-    scheduler
-        Moves tasks, opens outputs again, restarts the shuffle.
     lost
         Addresses of the workers that were lost; the caller keeps the set up to date.
     made_all
         Called with True when this worker has made all of its outputs, and with False when some became void.
-    counters
-        `outputs`, `restarts`, and the seconds of assembling.
     """
 
     def __init__(

@@ -45,15 +45,7 @@ class CallingHost(RunHost, Protocol):
 
 
 class PeerCalls:
-    """Calls to the peers of one run. All on the event loop.
-
-    Parameters
-    ----------
-    host
-        The run.
-    lost
-        Addresses of lost workers; the caller keeps the set up to date.
-    """
+    """Calls to the peers of one run; the caller keeps the set of lost workers up to date. All on the event loop."""
 
     def __init__(self, host: CallingHost, lost: AbstractSet[str]) -> None:
         self._host = host

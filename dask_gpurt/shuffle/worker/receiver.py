@@ -65,20 +65,10 @@ class Receiver:
 
     Parameters
     ----------
-    host
-        The run.
-    key
-        Of the run, on the plane.
-    store
-        Where shards wait for their outputs.
-    rows
-        Merges shards and makes chunks of them.
     credit
         Whom to tell of messages by distributed's comms.
     restart
         Has the shuffle start anew.
-    counters
-        What was received and stored.
     """
 
     def __init__(

@@ -78,24 +78,10 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
     ----------
     worker_for
         Output -> owner; those of one worker in the order in which it makes them.
-    rows
-        What it does with partitions.
-    store
-        Where received shards wait for their outputs.
-    counters
-        What this worker's runs count.
-    plane
-        How messages travel to other workers.
     secret
         What proves to others that a worker takes part in this run.
     memory_limit
         Of the worker, bytes; None: it has none.
-    state
-        Amendments so far; None: none.
-    join
-        The join that it is a side of; None: none.
-    budget
-        For what the runs of this worker retain; None: they retain nothing.
     kwargs
         Those of distributed's `DataFrameShuffleRun`, `disk` excepted.
     """

@@ -70,22 +70,12 @@ class Sender:
 
     Parameters
     ----------
-    host
-        The run.
-    key
-        Of the run, on the plane.
     plane
         How messages travel; its budget for unsent bytes is what staged parcels are charged to.
-    owners
-        Its layout says which outputs are neighbours.
-    peers
-        Calls by distributed's comms, the path that is always there.
     write
         Hands batches by address to distributed's send buffer; waits while the budget for unsent bytes is used up.
     keep
         Stores the shards (of so many bytes) that this worker has for itself.
-    counters
-        What was sent.
     """
 
     def __init__(

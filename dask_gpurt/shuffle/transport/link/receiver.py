@@ -40,8 +40,6 @@ class ReceiverLink:
         The secret of a run that this worker takes part in, else None.
     arrive
         Called with the bytes of a message before anything is allocated; False when they were not granted.
-    challenge
-        A nonce of this end.
     now
         Seconds of any monotonic clock, as in every call here.
     run

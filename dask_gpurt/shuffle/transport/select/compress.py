@@ -85,8 +85,6 @@ class Squeezer:
 
         Parameters
         ----------
-        frames
-            Of the message.
         bytes_per_second
             Of the network to the peer; 0: not known.
         """
@@ -123,8 +121,6 @@ def expanded(frames: list[Any], limit: int) -> list[Any]:
 
     Parameters
     ----------
-    frames
-        As they came.
     limit
         Bytes of credit that the message cost, which are free for it. Compared before anything is allocated.
 

@@ -109,8 +109,6 @@ class TransportChooser:
 
     Parameters
     ----------
-    place
-        Where it is.
     candidates
         Transports that reach it, besides the safe path.
     forced
@@ -155,21 +153,7 @@ class TransportChooser:
         return {name: known.get(name, (0.0, 0.0, 0.0))[column] * 1e9 for name in self.candidates}
 
     def began(self, name: str, nbytes: int, device: bool, now: float, wire_bytes: int = 0) -> None:
-        """Enter a message that is handed over to a transport.
-
-        Parameters
-        ----------
-        name
-            Of the transport.
-        nbytes
-            Of the message.
-        device
-            Whether it lies in device memory.
-        now
-            Seconds of any monotonic clock.
-        wire_bytes
-            Bytes that travel, if they show the bandwidth of the network; else 0.
-        """
+        """Enter a message that is handed over to a transport; `wire_bytes` show the network's bandwidth, or are 0."""
         self._meter.begun((name, _DEVICE if device else _size_class(nbytes)), nbytes, now)
         if wire_bytes:
             self.pace.began(wire_bytes, now)

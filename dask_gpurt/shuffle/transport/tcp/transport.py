@@ -55,16 +55,10 @@ class TcpTransport(LinkTransport[TcpOutbound]):
 
     Parameters
     ----------
-    services
-        What it may ask of its worker.
     host
         The address of this worker; the listener is bound to it.
-    pool
-        Where messages are received into.
     pulls
         Whether messages on one host may be read where they lie.
-    ports
-        The first and the last that the listener may take; (0, 0): any that is free.
     tls
         Seal what is sent, with the worker's certificates. The transport is called ``tls`` then.
 

@@ -55,10 +55,6 @@ class UcxTransport(LinkTransport[UcxOutbound]):
 
     Parameters
     ----------
-    services
-        What it may ask of its worker.
-    pool
-        Where messages in host memory are received into.
     device
         What device buffers need; None: that of CUDA, where there is a GPU.
 
