@@ -97,17 +97,17 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         counters: ShuffleCounters,
         plane: Plane,
         secret: bytes,
-        memory_limit: int | None = None,
-        state: State | None = None,
-        join: JoinSide | None = None,
-        budget: RetainBudget | None = None,
+        memory_limit: int | None,
+        state: State,
+        join: JoinSide | None,
+        budget: RetainBudget,
         **kwargs: Any,
     ) -> None:
         super().__init__(worker_for=worker_for, disk=False, **kwargs)
         self._counters, self._plane, self._rows = counters, plane, rows
         self._key = RunKey(wire.run_tag(self.id), self.run_id)
         self._join = JoinRows(join, self.meta, counters)
-        self._make_parts(worker_for, store, state or State(), budget or RetainBudget(0))
+        self._make_parts(worker_for, store, state, budget)
         #: set before `closed` is, which inherited `close` sets last
         self._closing = False
         retained.begin(self._log, self._loop)
