@@ -1,22 +1,17 @@
-"""What a transport is, what it asks of the worker it serves, and what transports that are made of links share.
+"""What a transport is, and what it asks of the worker it serves.
 
 A `Transport` moves messages (lists of buffers) from this worker to a `Peer`, for one run, and says by a `Receipt` how
 each of them ended. It knows nothing of shuffles. `Services` is what it may ask: the secrets of the runs that are here,
-credit (`ReceiveGate`), and where messages go. `LinkTransport` is what the transports over sockets and UCX have in
-common.
+credit (`ReceiveGate`), and where messages go. What transports that are made of links share is in `link_ends`.
 
 All of it is thread-safe: a transport has threads of its own and never touches an event loop.
 """
 
 from __future__ import annotations
 
-import abc
 import dataclasses
-import logging
-import math
 import threading
-import time
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dask_gpurt.errors import GpurtError
 from dask_gpurt.shuffle.transport.link.credits import Arbiter
@@ -26,15 +21,7 @@ if TYPE_CHECKING:
 
     from distributed import Security
 
-    from dask_gpurt.memory.pages import Pages
-    from dask_gpurt.shuffle.transport.ioloop import IoLoop
-    from dask_gpurt.shuffle.transport.link.events import Close, Instruction
     from dask_gpurt.shuffle.transport.link.records import RunKey
-    from dask_gpurt.shuffle.transport.link.sender import SenderLink
-
-logger = logging.getLogger("distributed.worker.gpurt")
-#: between two warnings of one transport, which may come thousands of times per second
-QUIET_SECONDS = 30.0
 
 
 class TransportUnavailable(GpurtError):
@@ -196,121 +183,3 @@ class Services:
     on_loss: Callable[[str, str, str, bool], None]
     #: certificates of this worker, and what it asks of those of others; None: there are none
     security: Security | None = None
-
-
-class QuietLog:
-    """Log the first warning of each period. Thread-safe."""
-
-    def __init__(self, logger: logging.Logger, now: Callable[[], float] = time.monotonic) -> None:
-        self._logger = logger
-        self._now = now
-        self._next = -math.inf
-        self._left_out = 0
-        self._lock = threading.Lock()
-
-    def warning(self, text: str) -> None:
-        """Log it, unless a line of this period was logged. The next line says how many were left out."""
-        with self._lock:
-            now = self._now()
-            if now < self._next:
-                self._left_out += 1
-                return
-            self._next = now + QUIET_SECONDS
-            before, self._left_out = self._left_out, 0
-        self._logger.warning("%s%s", text, f" ({before} more warnings since the last one)" if before else "")
-
-
-class OutboundLink(Protocol):
-    """A link from here; see `link_ends.OutboundEnd`."""
-
-    peer: Peer
-    run: RunKey
-    machine: SenderLink
-
-    def submit(self, ended: Callable[[Receipt], None], buffers: Sequence[Any], room: int) -> None:
-        """Send a message."""
-
-    def carry_out(self, instructions: list[Instruction]) -> None:
-        """Do what the machine says."""
-
-
-L = TypeVar("L", bound=OutboundLink)
-
-
-class LinkTransport(abc.ABC, Generic[L]):
-    """The links from here of one transport, each made for its first message, and what went wrong.
-
-    Parameters
-    ----------
-    services
-        What it may ask of its worker.
-    pool
-        Where messages are received into.
-    """
-
-    name: str
-    #: whose thread the links from here live in
-    sending: IoLoop
-
-    def __init__(self, services: Services, pool: Pages) -> None:
-        self.services, self.pool = services, pool
-        self._outbound: dict[tuple[str, RunKey], L] = {}
-        #: links to here that did not prove themselves, links lost, errors in a thread of the transport
-        self.strangers = self.lost = self.errors = 0
-        self.last_error = ""
-        self._log = QuietLog(logger)
-        self._stopped = False
-
-    @abc.abstractmethod
-    def connect(self, peer: Peer, header: Header) -> L:
-        """A new link to a peer; in the send thread."""
-
-    # ---- any thread
-
-    def submit(self, ended: Callable[[Receipt], None], peer: Peer, header: Header, buffers: Sequence[Any]) -> None:
-        """Send one message; see `Transport.submit`."""
-        self.sending.call(lambda: self._submit(ended, peer, header, buffers))
-
-    def statistics(self) -> dict[str, Any]:
-        """Figures as plain JSON values."""
-        return {
-            "links_out": len(self._outbound),
-            "strangers": self.strangers,
-            "lost": self.lost,
-            "errors": self.errors,
-            "last_error": self.last_error,
-        }
-
-    def _failed(self, text: str) -> None:
-        self.errors += 1
-        self.last_error = text
-        self._log.warning(f"gpurt {self.name} transport: {text.splitlines()[-1]}")
-
-    # ---- send thread
-
-    def _submit(self, ended: Callable[[Receipt], None], peer: Peer, header: Header, buffers: Sequence[Any]) -> None:
-        if self._stopped:
-            ended(Receipt("the transport was stopped", lost=True))
-            return
-        key = (peer.address, header.run)
-        try:
-            link = self._outbound.get(key)
-            if link is None:
-                link = self._outbound[key] = self.connect(peer, header)
-            link.submit(ended, buffers, header.room)
-        except Exception as e:
-            # Whatever it was: the message must end.
-            self._outbound.pop(key, None)
-            self.services.on_loss(self.name, peer.address, repr(e), False)
-            ended(Receipt(repr(e), lost=True))  # a second call, if it is one, does nothing
-
-    def _bye(self, which: Callable[[L], bool]) -> None:
-        for link in [link for link in self._outbound.values() if which(link)]:
-            link.carry_out(link.machine.bye())
-
-    def outbound_closed(self, link: L, close: Close) -> None:
-        """Forget a link from here that is closed."""
-        self._outbound.pop((link.peer.address, link.run), None)
-        if not close.quiet:
-            self.lost += 1
-            self.services.on_loss(self.name, link.peer.address, close.reason, close.violation)

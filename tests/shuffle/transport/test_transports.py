@@ -26,7 +26,7 @@ from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.errors import WireError
 from dask_gpurt.memory.pages import Pages, system
 from dask_gpurt.shuffle.counters import worker_statistics
-from dask_gpurt.shuffle.transport import base, plane, registry
+from dask_gpurt.shuffle.transport import link_ends, plane, registry
 from dask_gpurt.shuffle.transport.base import Header, Peer, ReceiveGate, Services
 from dask_gpurt.shuffle.transport.link import events as lk
 from dask_gpurt.shuffle.transport.link import records
@@ -457,10 +457,10 @@ def test_without_descriptors_the_listener_is_quiet(nodes, monkeypatch, caplog, r
 def test_warnings_are_logged_once_per_period():
     lines: list[str] = []
     now = [0.0]
-    log = base.QuietLog(SimpleNamespace(warning=lambda text, *args: lines.append(text % args)), lambda: now[0])
+    log = link_ends.QuietLog(SimpleNamespace(warning=lambda text, *args: lines.append(text % args)), lambda: now[0])
     for _ in range(4000):
         log.warning("short")
-    now[0] = base.QUIET_SECONDS
+    now[0] = link_ends.QUIET_SECONDS
     log.warning("short")
     assert lines == ["short", "short (3999 more warnings since the last one)"]
 

@@ -27,9 +27,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.shuffle.transport.base import LinkTransport
 from dask_gpurt.shuffle.transport.ioloop import IoLoop
 from dask_gpurt.shuffle.transport.link import events as lk
+from dask_gpurt.shuffle.transport.link_ends import LinkTransport
 from dask_gpurt.shuffle.transport.select.locality import host_token
 from dask_gpurt.shuffle.transport.tcp.connection import Connection
 from dask_gpurt.shuffle.transport.tcp.endpoints import Pulls, TcpInbound, TcpOutbound
