@@ -76,7 +76,7 @@ class _UcxEnd(LinkEnd):
     owner: UcxOwner
 
     def __init__(self, owner: UcxOwner, run: RunKey, secret: bytes, sender: str, receiver: str) -> None:
-        self.owner, self.run, self.secret = owner, run, secret
+        self.owner, self.run = owner, run
         self.tags = {
             what: records.tag_for(secret, run, sender, receiver, what)
             for what in ("knock", "control", "data", "answers")
@@ -84,10 +84,6 @@ class _UcxEnd(LinkEnd):
         self.proof = records.mac(secret, "knock", run, b"", b"", sender, receiver)
         self.endpoint: Any = None
         self.closed = False
-
-    def shut(self) -> None:
-        """Close the endpoint; a second call does nothing."""
-        self.close()
 
     def post(self, request: Any, buffers: Any, then: Callable[[], None]) -> None:
         """Have `then` called when UCX has completed a request; its error ends the link."""
@@ -132,8 +128,8 @@ class _UcxEnd(LinkEnd):
         except Exception as e:
             self.lost(repr(e))
 
-    def close(self) -> None:
-        """Close the endpoint."""
+    def shut(self) -> None:
+        """Close the endpoint; a second call does nothing."""
         if self.closed:
             return
         self.closed = True
