@@ -243,8 +243,7 @@ class ShuffleTakeover:
         plugin, part = self._plugin, self._part
         return {
             "installed": self.scheduler.plugins.get("shuffle") is plugin,
-            "runs": self._runs,
-            "fallbacks": dict(self._fallbacks),
+            **self.counts(),
             "pinned": self._pinned,
             "recovery": {} if plugin is None else plugin.recovery_statistics(),
             "skew": self.skew.statistics(),

@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import ThreadPoolExecutor
 
+    from distributed.core import ConnectionPool
+
 T = TypeVar("T")
 
 
@@ -22,6 +24,11 @@ class RunHost(Protocol):
     local_address: str
     #: threads of this worker
     executor: ThreadPoolExecutor
+    #: connections by worker address
+    rpc: ConnectionPool
+    RETRY_COUNT: int
+    RETRY_DELAY_MIN: float
+    RETRY_DELAY_MAX: float
     closed: bool
 
     def raise_if_closed(self) -> None:

@@ -18,7 +18,7 @@ import asyncio
 import functools
 import time
 import traceback
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import LostData, WireError
 from dask_gpurt.memory.malloc import heap
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from dask_gpurt.shuffle.rows.partition import Shard
     from dask_gpurt.shuffle.rows.slices import Piece
     from dask_gpurt.shuffle.transport.link.records import RunKey
+    from dask_gpurt.shuffle.transport.plane import Plane
 
 #: messages of this many bytes or more are checked in a thread
 OFFLOAD_BYTES = 1 << 18
@@ -48,16 +49,6 @@ OFFLOAD_BYTES = 1 << 18
 OFFLOAD_HEAD_BYTES = 1 << 15
 #: bytes of shards with few rows per output that are worth a merge
 MERGE_BYTES = 1 << 23
-
-
-class CreditBook(Protocol):
-    """Credit of messages that come by distributed's comms; see `transport.plane.Plane`."""
-
-    def arrive(self, key: RunKey, sender: str, nbytes: int) -> Callable[[], None]:
-        """A message came; returns what to call when it is stored."""
-
-    def granted(self, key: RunKey, sender: str) -> int:
-        """Bytes that a sender may have sent, in all."""
 
 
 class Receiver:
@@ -78,7 +69,7 @@ class Receiver:
         key: RunKey,
         store: ShardStore,
         rows: RowKind,
-        credit: CreditBook,
+        credit: Plane,
         restart: Callable[[], Awaitable[None]],
         counters: ShuffleCounters,
     ) -> None:
