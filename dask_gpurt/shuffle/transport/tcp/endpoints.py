@@ -57,8 +57,6 @@ def _parts(send: lk.Send) -> list[Any]:
 class Pulls:
     """Messages that were read where they lie, see `cma`."""
 
-    #: whether they may be
-    allowed: bool
     #: messages of this worker that were not sent
     placed: int = 0
     #: messages of others that were read
@@ -87,7 +85,7 @@ class TcpOutbound(OutboundEnd):
     def __init__(self, owner: TcpOwner, peer: Peer, header: Header) -> None:
         now = time.monotonic()
         self.owner, self.peer, self.run = owner, peer, header.run
-        here = cma.able() and owner.pulls.allowed and list(peer.endpoint[2:]) == [host_token()]
+        here = cma.able() and list(peer.endpoint[2:]) == [host_token()]
         self._offer = cma.Offer() if here else None
         self.machine = SenderLink(
             *(header.run, header.secret, owner.services.address, peer.address),
@@ -196,7 +194,7 @@ class TcpInbound(InboundEnd):
 
     def offered(self, body: bytes) -> None:
         """Answer an offer if the sender's memory can be read."""
-        self._pid = cma.accept(body) if self.owner.pulls.allowed else 0
+        self._pid = cma.accept(body)
         if self._pid:
             self.put(lk.Send(LinkRecord(RecordKind.PULLS, self.machine.run)))
 

@@ -57,8 +57,6 @@ class TcpTransport(LinkTransport[TcpOutbound]):
     ----------
     host
         The address of this worker; the listener is bound to it.
-    pulls
-        Whether messages on one host may be read where they lie.
     tls
         Seal what is sent, with the worker's certificates. The transport is called ``tls`` then.
 
@@ -77,7 +75,6 @@ class TcpTransport(LinkTransport[TcpOutbound]):
         services: Services,
         host: str,
         pool: Pages,
-        pulls: bool = True,
         ports: tuple[int, int] = (0, 0),
         tls: bool = False,
     ) -> None:
@@ -85,7 +82,7 @@ class TcpTransport(LinkTransport[TcpOutbound]):
         self._tls = Tls(services.security, self._warn) if tls else None
         if tls:
             self.name = "tls"
-        self.pulls = Pulls(pulls)
+        self.pulls = Pulls()
         self._inbound: set[TcpInbound] = set()
         self._listener = Listener(host, ports)
         #: (host, port) that peers connect to; they learn the name of this host, too
