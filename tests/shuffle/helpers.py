@@ -50,6 +50,11 @@ def spoil_arrivals(monkeypatch: Any, spoil: Any) -> None:
     monkeypatch.setattr(ReceiverLink, "receive", receive)
 
 
+def held(store: MemoryShardStore) -> list[Any]:
+    """The chunks in a store; each is there until its last part is taken."""
+    return [chunk for chunks in store._chunks.values() for chunk in chunks.values()]
+
+
 class NastyStore(MemoryShardStore):
     """Sends every shard through encode and decode on a fresh shell, as a tier that has spilled all of it would."""
 

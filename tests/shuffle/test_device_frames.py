@@ -21,7 +21,7 @@ from dask_gpurt.shuffle.worker.shard_stores import MemoryShardStore
 from tests.backends import host_frames
 from tests.backends.host_frames import HostFrame, HostFrames
 from tests.backends.lazy_memory import LazyMemory
-from tests.shuffle.helpers import NastyStore, left, ordered, right, same, source, taken_over, whole
+from tests.shuffle.helpers import NastyStore, held, left, ordered, right, same, source, taken_over, whole
 from tests.shuffle.test_amendment import THREE, N, amended, gate, lose, same_rows, transferred, until, vouched
 
 pytestmark = pytest.mark.cluster
@@ -59,7 +59,7 @@ async def partitions(c: Any, collection: Any) -> list[Any]:
 async def given_back(memory: LazyMemory, stores: Any) -> None:
     def settled() -> bool:
         memory.drain()
-        return not any(len(s) for s in stores) and memory.allocated_bytes() == 0
+        return not any(map(held, stores)) and memory.allocated_bytes() == 0
 
     await until(settled)
 
