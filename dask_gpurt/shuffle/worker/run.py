@@ -308,7 +308,7 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
                 return await self._plane.answer(self._key, data)
             message = messages.parse(data)
             if isinstance(message, messages.AskHistogram):
-                return self._splitter.histogram.answer(self._sender.rate.best).to_dict()
+                return self._splitter.histogram.answer(self._sender.fastest).to_dict()
             if isinstance(message, messages.Flush):
                 if message.epoch >= self._log.epoch:
                     await self.inputs_done()

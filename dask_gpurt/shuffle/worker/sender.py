@@ -44,25 +44,8 @@ STAGED_GROUPS = 16
 PACKED_BUFFERS = 2048
 #: times a message is sent again after the peer refused it
 RESENDS = 3
-
-
-class MessageRate:
-    """Bytes per second of the fastest large message so far; 0: there was none.
-
-    Not the bytes of all messages by the time in which any was under way: that counts what else the workers were busy
-    with, and was a tenth of what moving an output then took.
-    """
-
-    #: bytes of a message that counts
-    LEAST_BYTES = 1 << 18
-
-    def __init__(self) -> None:
-        self.best = 0.0
-
-    def sent(self, nbytes: int, seconds: float) -> None:
-        """Enter a message."""
-        if nbytes >= self.LEAST_BYTES and seconds > 0:
-            self.best = max(self.best, nbytes / seconds)
+#: bytes of a message that shows how fast messages are
+RATED_BYTES = 1 << 18
 
 
 class Sender:
@@ -110,7 +93,10 @@ class Sender:
         #: the run closes
         self._over = False
         self._sequence = itertools.count(1)
-        self.rate = MessageRate()
+        #: bytes per second of the fastest large message so far; 0: there was none. Not the bytes of all messages by the
+        #: time in which any was under way: that counts what else the workers were busy with, and was a tenth of what
+        #: moving an output then took
+        self.fastest = 0.0
 
     async def stage(self, parcels: Mapping[str, Sequence[Parcel]], own: list[Shard]) -> None:
         """Have parcels sent, by address, and store what this worker has for itself."""
@@ -225,7 +211,9 @@ class Sender:
                 *(self._peers.call, self._key, address, message.frames),
                 functools.partial(self._by_comms, address, message, parcels, known),
             )
-            self.rate.sent(message.nbytes, time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            if message.nbytes >= RATED_BYTES and seconds > 0:
+                self.fastest = max(self.fastest, message.nbytes / seconds)
             refused = response.get("gpurt-refused")
             self._counters.add(messages_sent=1, bytes_sent=message.nbytes)
             if refused is None:

@@ -69,8 +69,8 @@ class LinkBandwidth:
 
     A stretch is all of the traffic, by the time in which any was under way. What the workers are busy with besides
     makes one slow, never fast. A network that is taken for slower than it is costs processor time, as more is
-    compressed (`compress`). Not the fastest message, which `worker.sender.MessageRate` takes to price the move of an
-    output: of ten under way each looks ten times slower than the network.
+    compressed (`compress`). Not that of the fastest message (`worker.sender.Sender.fastest`), by which the move of an
+    output is priced: of ten under way each looks ten times slower than the network.
     """
 
     def __init__(self) -> None:
