@@ -23,7 +23,7 @@ from distributed import Client, LocalCluster, wait
 
 from benchmarks import data
 from dask_gpurt.config import ShuffleSettings
-from dask_gpurt.shuffle import ShuffleTakeover
+from dask_gpurt.shuffle.scheduler.takeover import ShuffleTakeover
 from tests.backends import host_frames
 from tests.backends.host_frames import HostFrame
 from tests.backends.lazy_memory import LazyMemory

@@ -27,7 +27,7 @@ from distributed import Client, wait
 import dask_gpurt
 from benchmarks import compare, data
 from benchmarks.shuffle import prepare
-from dask_gpurt.shuffle import worker_statistics
+from dask_gpurt.shuffle.counters import worker_statistics
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

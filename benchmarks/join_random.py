@@ -187,7 +187,7 @@ def live(seeds: range, settings: dict[str, str]) -> dict[str, Any]:
     from distributed import Client
 
     import dask_gpurt
-    from dask_gpurt.shuffle import worker_statistics
+    from dask_gpurt.shuffle.counters import worker_statistics
 
     counts: collections.Counter[str] = collections.Counter()
     os.environ.update(settings)

@@ -47,7 +47,7 @@ from dask.dataframe.shuffle import partitioning_index
 from distributed import Client, LocalCluster, wait
 
 from benchmarks import compare, data, shuffle_meters
-from dask_gpurt.shuffle import worker_statistics
+from dask_gpurt.shuffle.counters import worker_statistics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -165,7 +165,7 @@ def limit(frame: str, keys: str, n: int, rows: int) -> dict[str, float]:
 async def take_over(dask_scheduler: Any, transport: str) -> None:
     """On the scheduler."""
     from dask_gpurt.config import ShuffleSettings
-    from dask_gpurt.shuffle import ShuffleTakeover
+    from dask_gpurt.shuffle.scheduler.takeover import ShuffleTakeover
 
     await ShuffleTakeover.install(dask_scheduler, ShuffleSettings(enabled=True, transport=transport))
 

@@ -89,7 +89,7 @@ def behind(dask_scheduler: Any) -> tuple[dict[str, float], dict[str, int]]:
 async def take_over(dask_scheduler: Any, late: bool) -> None:
     """On the scheduler."""
     from dask_gpurt.config import ShuffleSettings
-    from dask_gpurt.shuffle import ShuffleTakeover
+    from dask_gpurt.shuffle.scheduler.takeover import ShuffleTakeover
 
     await ShuffleTakeover.install(dask_scheduler, ShuffleSettings(enabled=True, late_binding=late))
 

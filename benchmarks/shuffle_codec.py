@@ -28,7 +28,7 @@ from benchmarks.compare import turns
 from benchmarks.net.clusters import Kind, Lab
 from benchmarks.net.racks import Racks, prepare, wire_bytes
 from benchmarks.shuffle import FRAMES, make
-from dask_gpurt.shuffle import worker_statistics
+from dask_gpurt.shuffle.counters import worker_statistics
 
 DELAY_MS = 0.2
 INPUTS = 16

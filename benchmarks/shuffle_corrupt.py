@@ -75,7 +75,7 @@ class Spoiler:
 
 def begin(seed: int, way: str, dask_worker: Any) -> int:
     """On a worker: spoil what this transport receives."""
-    from dask_gpurt.shuffle.transport import registry
+    from dask_gpurt.shuffle.transport.link.receiver import ReceiverLink
     from dask_gpurt.shuffle.worker import sender
     from dask_gpurt.shuffle.worker.receiver import Receiver
 
@@ -83,15 +83,13 @@ def begin(seed: int, way: str, dask_worker: Any) -> int:
     dask_worker.spoiler = spoiler
     sender.STAGE_BYTES = 1  # every shard a message
     if not hasattr(dask_worker, "untouched"):
-        dask_worker.untouched = registry.make, Receiver.receive
-    make, receive = dask_worker.untouched
-    registry.make = make
+        dask_worker.untouched = ReceiverLink.receive, Receiver.receive
+    arrives, receive = dask_worker.untouched
+    ReceiverLink.receive = arrives  # type: ignore[method-assign]
     Receiver.receive = receive  # type: ignore[method-assign]
 
-    def spoilt(name: str, *given: Any) -> Any:
-        transport = make(name, *given)
-        transport.arrived = spoiler.body
-        return transport
+    def spoilt(self: Any, record: Any, body: Any, *given: Any, **named: Any) -> Any:
+        return arrives(self, *spoiler.body(record, body), *given, **named)
 
     async def spoilt_rpc(self: Any, message: Any) -> Any:
         message.frames = spoiler.frames(message.frames)
@@ -101,12 +99,12 @@ def begin(seed: int, way: str, dask_worker: Any) -> int:
         Receiver.receive = spoilt_rpc  # type: ignore[method-assign]
         sender.RESENDS = 50
     else:
-        registry.make = spoilt  # type: ignore[assignment]
+        ReceiverLink.receive = spoilt  # type: ignore[method-assign]
     return os.getpid()
 
 
 def counts(dask_worker: Any) -> dict[str, int]:
-    from dask_gpurt.shuffle import worker_statistics
+    from dask_gpurt.shuffle.counters import worker_statistics
 
     stats = worker_statistics(dask_worker)
     keys = ("refused", "resent_safe", "links_lost", "transport_errors", "restarts")
@@ -116,7 +114,7 @@ def counts(dask_worker: Any) -> dict[str, int]:
 
 async def install(dask_scheduler: Any, way: str) -> None:
     from dask_gpurt.config import ShuffleSettings
-    from dask_gpurt.shuffle import ShuffleTakeover
+    from dask_gpurt.shuffle.scheduler.takeover import ShuffleTakeover
 
     await ShuffleTakeover.install(dask_scheduler, ShuffleSettings(enabled=True, transport=way))
 

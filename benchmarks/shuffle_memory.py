@@ -34,7 +34,7 @@ from distributed import Client, wait
 
 import dask_gpurt
 from benchmarks import data, shuffle_meters
-from dask_gpurt.shuffle import worker_statistics
+from dask_gpurt.shuffle.counters import worker_statistics
 
 if TYPE_CHECKING:
     from collections.abc import Callable

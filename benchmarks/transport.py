@@ -121,12 +121,12 @@ def shuffles(args: argparse.Namespace) -> dict[str, Any]:
 
     async def install(dask_scheduler: Any, transport: str) -> None:
         from dask_gpurt.config import ShuffleSettings
-        from dask_gpurt.shuffle import ShuffleTakeover
+        from dask_gpurt.shuffle.scheduler.takeover import ShuffleTakeover
 
         await ShuffleTakeover.install(dask_scheduler, ShuffleSettings(enabled=True, transport=transport))
 
     def ways(dask_worker: Any) -> Any:
-        from dask_gpurt.shuffle import worker_statistics
+        from dask_gpurt.shuffle.counters import worker_statistics
 
         stats = worker_statistics(dask_worker)
         return stats["links_lost"] + stats["transport_errors"], stats["transport"]["links"]

@@ -152,7 +152,7 @@ class End:
 
         async def some() -> None:
             for _ in left:
-                answer = await plane.send(run, key, peer, [block], safe)
+                answer = await plane.send(run.ask, key, peer, [block], safe)
                 assert answer["status"] == "OK", answer
 
         await asyncio.gather(*(some() for _ in range(min(AT_ONCE, max(2, AHEAD // size)))))
@@ -242,7 +242,7 @@ class Bench:
         plane, run = self.end.runs[way]
         key = RunKey(1, WAYS.index(way))
 
-        route = self.end.do(plane._route(run, key, self.peers[way]))
+        route = self.end.do(plane._route(run.ask, key, self.peers[way]))
 
         async def held() -> Any:
             name = counted(way)

@@ -48,7 +48,7 @@ _SEALED, _OPENED = 1 << 17, 1 << 18
 
 async def _install(dask_scheduler: Any, transport: str) -> None:
     from dask_gpurt.config import ShuffleSettings
-    from dask_gpurt.shuffle import ShuffleTakeover
+    from dask_gpurt.shuffle.scheduler.takeover import ShuffleTakeover
 
     await ShuffleTakeover.install(dask_scheduler, ShuffleSettings(enabled=True, transport=transport))
 
@@ -61,7 +61,7 @@ def _fetch(allowed: bool) -> None:
 
 
 def _ways(dask_worker: Any) -> Any:
-    from dask_gpurt.shuffle import worker_statistics
+    from dask_gpurt.shuffle.counters import worker_statistics
 
     stats = worker_statistics(dask_worker)
     return stats["links_lost"] + stats["transport_errors"] + stats["resent_safe"], stats["transport"]["links"]

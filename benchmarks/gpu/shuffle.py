@@ -150,7 +150,7 @@ def _idle() -> None:
 
 def _counters(dask_worker: Any) -> dict[str, Any]:
     """Where its time went, and by which ways."""
-    from dask_gpurt.shuffle import worker_statistics
+    from dask_gpurt.shuffle.counters import worker_statistics
 
     found = worker_statistics(dask_worker)
     transport = found.pop("transport") or {}

@@ -61,8 +61,6 @@ _MOST_ROWS = 2**31 - 1
 class CudfFrames:
     """`DeviceFrames` for cuDF."""
 
-    name = "cuDF"
-
     def owns(self, frame: object) -> bool:
         """Whether a frame is cuDF's."""
         return isinstance(frame, cudf.DataFrame)

@@ -208,13 +208,7 @@ def packing_room() -> PackingRoom:
 
 
 class PackedTable:
-    """The rows of columns as one frame, packed while it is copied; see `dask_gpurt.tiers.device.backend.DeviceFrame`.
-
-    Parameters
-    ----------
-    columns
-        `pylibcudf.Column`, all with the same number of rows.
-    """
+    """Columns of one length as one frame, packed while it is copied; see `tiers.device.backend.DeviceFrame`."""
 
     def __init__(self, columns: Sequence[Any]) -> None:
         import pylibcudf

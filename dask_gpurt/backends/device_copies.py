@@ -9,6 +9,7 @@ for.
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,12 @@ def leaving() -> Any:
 def handle_of(stream: Any) -> int:
     """A stream as ``cuda.bindings`` takes it."""
     return int(stream.__cuda_stream__()[1])
+
+
+def extent_of(interface: dict[str, Any]) -> tuple[int, int]:
+    """(address, bytes) of an array, by its ``__cuda_array_interface__``."""
+    nbytes = math.prod(map(int, interface["shape"])) * int(str(interface["typestr"])[2:])
+    return int(interface["data"][0] or 0), nbytes
 
 
 def begin_to_host(pointer: int, targets: Sequence[memoryview], stream: Any) -> None:

@@ -14,7 +14,6 @@ nor counted there, and that a value of theirs leaves makes no room for others (`
 
 from __future__ import annotations
 
-import math
 import os
 import pickle
 import sys
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.backends import cudf_values
 from dask_gpurt.backends.cuda import checked
-from dask_gpurt.backends.device_copies import DeviceBytes, leaving, to_device
+from dask_gpurt.backends.device_copies import DeviceBytes, extent_of, leaving, to_device
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -82,8 +81,7 @@ class CudaBackend:
         if library == "cupy":
             memory = value.data.mem
             return [(memory.ptr, int(memory.size))]
-        interface = value.__cuda_array_interface__
-        return [(int(interface["data"][0] or 0), _bytes_of(interface))]
+        return [extent_of(value.__cuda_array_interface__)]
 
     def outside(self, value: object) -> bool:
         """Whether its memory did not come through RMM."""
@@ -159,12 +157,6 @@ class CudaBackend:
         checked(runtime.cudaDeviceSynchronize())
 
 
-def _bytes_of(interface: dict[str, Any]) -> int:
-    return math.prod(interface["shape"]) * int(interface["typestr"][2:])
-
-
 def _frame(frame: Any) -> Any:
     interface = getattr(frame, "__cuda_array_interface__", None)
-    if interface is None:
-        return frame
-    return DeviceBytes(int(interface["data"][0] or 0), _bytes_of(interface), frame)
+    return frame if interface is None else DeviceBytes(*extent_of(interface), frame)

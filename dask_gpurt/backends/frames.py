@@ -51,23 +51,9 @@ _OBJECT_IS_TEXT = frozenset({"cudf"})
 _KEPT = {
     "cudf": frozenset(
         [
-            "ListDtype",
-            "StructDtype",
-            "Decimal32Dtype",
-            "Decimal64Dtype",
-            "Decimal128Dtype",
-            "DatetimeTZDtype",
-            "BooleanDtype",
-            "Int8Dtype",
-            "Int16Dtype",
-            "Int32Dtype",
-            "Int64Dtype",
-            "UInt8Dtype",
-            "UInt16Dtype",
-            "UInt32Dtype",
-            "UInt64Dtype",
-            "Float32Dtype",
-            "Float64Dtype",
+            *("ListDtype", "StructDtype", "DatetimeTZDtype", "BooleanDtype", "Float32Dtype", "Float64Dtype"),
+            *(f"Decimal{bits}Dtype" for bits in (32, 64, 128)),
+            *(f"{kind}{bits}Dtype" for kind in ("Int", "UInt") for bits in (8, 16, 32, 64)),
         ]
     )
 }
@@ -90,9 +76,6 @@ class Packed:
 class DeviceFrames(Protocol):
     """Frames of one library in device memory. All methods from any thread; see the module for what is asynchronous."""
 
-    #: what it computes on, for reports: "cuDF", or what a stand-in is
-    name: str
-
     def owns(self, frame: object) -> bool:
         """Whether a frame is of this library."""
 
@@ -101,8 +84,6 @@ class DeviceFrames(Protocol):
 
         Parameters
         ----------
-        frame
-            One input partition.
         column
             Name of the column of output ids, integers without nulls.
         meta
@@ -184,8 +165,6 @@ def refused(meta: Any, column: str) -> str:
     ----------
     meta
         Empty frame, the column of output ids included.
-    column
-        Its name.
     """
     if meta.columns.nlevels > 1 or not meta.columns.is_unique:
         return "its columns have several levels, or one name twice"
@@ -218,8 +197,6 @@ def reason_for_stock(meta: Any, column: str, enabled: bool) -> str:
 
     Parameters
     ----------
-    meta, column
-        As for `refused`.
     enabled
         ``gpurt.shuffle.device-frames``.
     """

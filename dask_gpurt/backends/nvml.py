@@ -1,5 +1,7 @@
 """NVIDIA's management library: `look` takes a `Snapshot` of the GPUs of this machine, `load` says how busy one is.
 
+`gpus` are their models alone, for the class of a node.
+
 It makes no CUDA context. `pynvml` is of the wheel nvidia-ml-py, in the extras `cu12` and `cu13`.
 What a device does not know (ECC of a desktop card, MIG of an older one) is None or empty.
 """
@@ -11,8 +13,10 @@ import dataclasses
 import threading
 from typing import TYPE_CHECKING, Any
 
+from dask_gpurt.model.node_class import Gpu
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 #: NVML is initialised and shut down for the whole process
 _lock = threading.Lock()
@@ -98,49 +102,81 @@ def _tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def look() -> Snapshot:
-    """The GPUs of this machine now; with a reason where there is no driver. Never raises."""
+class _Unavailable(Exception):
+    """The driver cannot be asked; the text says why."""
+
+
+@contextlib.contextmanager
+def _library() -> Iterator[Any]:
+    """``pynvml``, initialised.
+
+    Raises
+    ------
+    _Unavailable
+        It is not installed, there is no driver, or a call failed.
+    """
     try:
         import pynvml
     except Exception as e:
-        return Snapshot(f"pynvml cannot be imported ({type(e).__name__}: {e})", cuda_of_runtime=_runtime())
+        raise _Unavailable(f"pynvml cannot be imported ({type(e).__name__}: {e})") from e
     with _lock:
         try:
             pynvml.nvmlInit()
-        except pynvml.NVMLError as e:
-            return Snapshot(f"NVML: {e}", cuda_of_runtime=_runtime())
+        except Exception as e:  # the library raises all kinds where there is no driver
+            raise _Unavailable(f"NVML: {e}") from e
         try:
+            yield pynvml
+        except (pynvml.NVMLError, AttributeError) as e:  # an older pynvml lacks names
+            raise _Unavailable(f"NVML: {e}") from e
+        finally:
+            with contextlib.suppress(pynvml.NVMLError):
+                pynvml.nvmlShutdown()
+
+
+def look() -> Snapshot:
+    """The GPUs of this machine now; with a reason where there is no driver. Never raises."""
+    try:
+        with _library() as pynvml:
             return Snapshot(
                 driver=_text(pynvml.nvmlSystemGetDriverVersion()),
                 cuda_of_driver=int(pynvml.nvmlSystemGetCudaDriverVersion_v2()),
                 cuda_of_runtime=_runtime(),
                 devices=tuple(_device(pynvml, i) for i in range(pynvml.nvmlDeviceGetCount())),
             )
-        except (pynvml.NVMLError, AttributeError) as e:  # an older pynvml lacks names
-            return Snapshot(f"NVML: {e}", cuda_of_runtime=_runtime())
-        finally:
-            with contextlib.suppress(pynvml.NVMLError):
-                pynvml.nvmlShutdown()
+    except _Unavailable as e:
+        return Snapshot(str(e), cuda_of_runtime=_runtime())
 
 
 def load(index: int) -> Load:
     """What a GPU of `look` does now; empty where it cannot be asked. Takes 50 ms, in which its link is watched."""
     try:
-        import pynvml
-    except Exception:
-        return Load()
-    with _lock:
-        try:
-            pynvml.nvmlInit()
-        except pynvml.NVMLError:
-            return Load()
-        try:
+        with _library() as pynvml:
             return _load(pynvml, _asker(pynvml, pynvml.nvmlDeviceGetHandleByIndex(index)))
-        except (pynvml.NVMLError, AttributeError):  # an older pynvml lacks names
-            return Load()
-        finally:
-            with contextlib.suppress(pynvml.NVMLError):
-                pynvml.nvmlShutdown()
+    except _Unavailable:
+        return Load()
+
+
+def gpus() -> tuple[tuple[Gpu, ...], str]:
+    """All GPUs of the node, a divided one as its MIG instances, and the version of the driver.
+
+    Nothing where the driver cannot be asked. Blocks for some milliseconds.
+    """
+    try:
+        with _library() as pynvml:
+            found: list[Gpu] = []
+            for i in range(pynvml.nvmlDeviceGetCount()):
+                handle = pynvml.nvmlDeviceGetHandleByIndex(i)
+                ask = _asker(pynvml, handle)
+                mode, _ = ask(pynvml.nvmlDeviceGetMigMode) or (0, 0)
+                found += [_gpu(pynvml, part) for part in (_instances(pynvml, ask) if mode else []) or [handle]]
+            return tuple(found), _text(pynvml.nvmlSystemGetDriverVersion())
+    except _Unavailable:
+        return (), ""
+
+
+def _gpu(pynvml: Any, handle: Any) -> Gpu:
+    model = _text(pynvml.nvmlDeviceGetName(handle))  # of an instance it ends in "MIG 1g.10gb"
+    return Gpu(vendor="NVIDIA", model=model, memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total))
 
 
 def _load(pynvml: Any, ask: Callable[..., Any]) -> Load:
@@ -200,7 +236,7 @@ def _device(pynvml: Any, index: int) -> Device:
         nvlinks=tuple(bool(state) for state in links if state is not None),
         mig=None if mig[0] is None else bool(mig[0]),
         mig_pending=None if mig[1] is None else bool(mig[1]),
-        mig_uuids=tuple(_instances(pynvml, ask) if mig[0] else ()),
+        mig_uuids=tuple(_text(pynvml.nvmlDeviceGetUUID(i)) for i in (_instances(pynvml, ask) if mig[0] else ())),
         processes=tuple(
             (int(p.pid), int(p.usedGpuMemory or 0)) for p in ask(pynvml.nvmlDeviceGetComputeRunningProcesses) or ()
         ),
@@ -208,13 +244,11 @@ def _device(pynvml: Any, index: int) -> Device:
     )
 
 
-def _instances(pynvml: Any, ask: Callable[..., Any]) -> list[str]:
-    out = []
-    for i in range(ask(pynvml.nvmlDeviceGetMaxMigDeviceCount) or 0):
-        instance = ask(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, i)
-        if instance is not None:
-            out.append(_text(pynvml.nvmlDeviceGetUUID(instance)))
-    return out
+def _instances(pynvml: Any, ask: Callable[..., Any]) -> list[Any]:
+    """MIG instances of a GPU that is divided; some of their places may be empty."""
+    count = ask(pynvml.nvmlDeviceGetMaxMigDeviceCount) or 0
+    found = (ask(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, i) for i in range(count))
+    return [instance for instance in found if instance is not None]
 
 
 def _text(value: str | bytes) -> str:

@@ -26,13 +26,7 @@ PACKAGES = ("dask", "distributed", "numpy", "pandas", "pyarrow", "cudf-cu12", "c
 
 
 class System:
-    """Files of a machine.
-
-    Parameters
-    ----------
-    root
-        The folder that stands for ``/``.
-    """
+    """Files of a machine; `root` is the folder that stands for ``/``."""
 
     def __init__(self, root: str | os.PathLike[str] = "/") -> None:
         self.root = Path(root)

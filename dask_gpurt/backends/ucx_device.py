@@ -22,6 +22,7 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
+from dask_gpurt.backends import device_copies
 from dask_gpurt.backends.cuda import checked
 
 if TYPE_CHECKING:
@@ -108,14 +109,13 @@ class CudaSide:
 
     def prepare(self, buffers: Sequence[Any]) -> list[Any]:
         """Copies of what lies on the device, after the work that made it: in the pool, else in host memory."""
-        from dask_gpurt.backends.device_copies import begin_to_host, pinned_room
 
         def copy(pointer: int, nbytes: int, default: Any) -> Any:
             try:
                 return _copied(pointer, nbytes, default, self._pooled())
             except MemoryError:
-                room = pinned_room(nbytes)
-                begin_to_host(pointer, [room], default)
+                room = device_copies.pinned_room(nbytes)
+                device_copies.begin_to_host(pointer, [room], default)
                 return room
 
         return _copies(buffers, copy)
@@ -130,11 +130,9 @@ def _copied(pointer: int, nbytes: int, stream: Any, resource: Any) -> Any:
     import rmm
     from cuda.bindings import runtime
 
-    from dask_gpurt.backends.device_copies import handle_of
-
     copy = rmm.DeviceBuffer(size=nbytes) if resource is None else rmm.DeviceBuffer(size=nbytes, mr=resource)
     kind = runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice
-    checked(runtime.cudaMemcpyAsync(copy.ptr, pointer, nbytes, kind, handle_of(stream)))
+    checked(runtime.cudaMemcpyAsync(copy.ptr, pointer, nbytes, kind, device_copies.handle_of(stream)))
     return copy
 
 
@@ -143,20 +141,18 @@ def _copies(buffers: Sequence[Any], copy: Callable[[int, int, Any], Any]) -> lis
     from cuda.bindings import runtime
     from rmm.pylibrmm.stream import DEFAULT_STREAM
 
-    from dask_gpurt.backends.device_copies import handle_of
-
     out = list(buffers)
-    default = handle_of(DEFAULT_STREAM)
+    default = device_copies.handle_of(DEFAULT_STREAM)
     # Waits without spinning, and is the only wait: what other streams do comes before it on the default one.
     event = checked(runtime.cudaEventCreateWithFlags(runtime.cudaEventBlockingSync | runtime.cudaEventDisableTiming))
     try:
-        for stream in {_stream_of(b) for b in out if _on_device(b)} - {default}:
+        for stream in {_stream_of(b, default) for b in out if _on_device(b)} - {default}:
             checked(runtime.cudaEventRecord(event, stream))
             checked(runtime.cudaStreamWaitEvent(default, event, 0))
         try:
             for i, buffer in enumerate(buffers):
                 if _on_device(buffer):
-                    out[i] = copy(*_extent_of(buffer), DEFAULT_STREAM)
+                    out[i] = copy(*device_copies.extent_of(buffer.__cuda_array_interface__), DEFAULT_STREAM)
         finally:  # copies that were begun read buffers that may go when this returns, or raises
             checked(runtime.cudaEventRecord(event, default))
             checked(runtime.cudaEventSynchronize(event))
@@ -165,24 +161,10 @@ def _copies(buffers: Sequence[Any], copy: Callable[[int, int, Any], Any]) -> lis
     return out
 
 
-def _stream_of(buffer: Any) -> int:
-    """The stream whose work made a buffer, by its own word; else RMM's default stream."""
+def _stream_of(buffer: Any, default: int) -> int:
+    """The stream whose work made a buffer, by its own word; else the default one."""
     stream = buffer.__cuda_array_interface__.get("stream")
-    if stream is not None:
-        return int(stream)
-    from rmm.pylibrmm.stream import DEFAULT_STREAM
-
-    from dask_gpurt.backends.device_copies import handle_of
-
-    return handle_of(DEFAULT_STREAM)
-
-
-def _extent_of(buffer: Any) -> tuple[int, int]:
-    interface = buffer.__cuda_array_interface__
-    nbytes = int(str(interface["typestr"])[2:])
-    for extent in interface["shape"]:
-        nbytes *= int(extent)
-    return int(interface["data"][0] or 0), nbytes
+    return default if stream is None else int(stream)
 
 
 @functools.cache

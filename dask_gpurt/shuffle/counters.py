@@ -146,13 +146,17 @@ def counters_of(worker: Worker) -> ShuffleCounters:
 
 def corrupt_messages(worker: Worker) -> dict[str, int]:
     """Peer -> how many messages from it did not parse or failed a checksum; only peers with some."""
-    module = sys.modules.get("dask_gpurt.shuffle.transport.plane")
-    plane = None if module is None else module.existing(worker)
+    plane = _plane_of(worker)
     return {} if plane is None else dict(plane.links.corrupt)
 
 
 def worker_statistics(worker: Worker) -> dict[str, Any]:
     """What the shuffle did on one worker: `ShuffleCounters`, and `Plane.statistics` as ``transport``; plain JSON."""
+    plane = _plane_of(worker)
+    return {**counters_of(worker).as_dict(), "transport": None if plane is None else plane.statistics()}
+
+
+def _plane_of(worker: Worker) -> Any:
     # A worker without a run has not imported the transports, and does not for a question about them.
-    plane = sys.modules.get("dask_gpurt.shuffle.transport.plane")
-    return {**counters_of(worker).as_dict(), "transport": None if plane is None else plane.statistics_of(worker)}
+    module = sys.modules.get("dask_gpurt.shuffle.transport.plane")
+    return None if module is None else module.existing(worker)

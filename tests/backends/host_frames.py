@@ -149,8 +149,6 @@ class HostFrames:
         None: that of this process.
     """
 
-    name = "a stand-in in host memory"
-
     def __init__(self, memory: LazyMemory | None = None) -> None:
         self._given = memory
 

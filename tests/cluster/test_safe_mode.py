@@ -71,10 +71,10 @@ def right(found: Any) -> bool:
 
 
 def _messages(dask_worker: Worker) -> dict[str, int]:
-    from dask_gpurt.shuffle.transport.plane import statistics_of
+    from dask_gpurt.shuffle.counters import worker_statistics
 
     out: dict[str, int] = {}
-    for link in (statistics_of(dask_worker) or {"links": ()})["links"]:
+    for link in (worker_statistics(dask_worker)["transport"] or {"links": ()})["links"]:
         out[link["transport"]] = out.get(link["transport"], 0) + link["messages_out"]
     return out
 

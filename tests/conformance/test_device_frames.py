@@ -210,7 +210,6 @@ def test_it_knows_its_frames(make: Any) -> None:
     assert not frames.owns(rows(2))
     assert not frames.owns([])
     assert type(load(provider_of(type(there(rows(2)))))) is type(frames)
-    assert frames.name
 
 
 # ---- what is decided from a meta, on the scheduler

@@ -14,7 +14,10 @@ import numpy as np
 import pandas as pd
 
 from dask_gpurt.config import ShuffleSettings
-from dask_gpurt.shuffle import MemoryShardStore, ShuffleTakeover, provide
+from dask_gpurt.shuffle.scheduler.takeover import ShuffleTakeover
+from dask_gpurt.shuffle.transport.link.receiver import ReceiverLink
+from dask_gpurt.shuffle.worker.shard_stores import MemoryShardStore, provide
+from tests.shuffle.invariants import check_runs
 
 #: over distributed's comms, which many tests listen in on
 ON = ShuffleSettings(enabled=True, transport="rpc")
@@ -35,6 +38,21 @@ def receipt_of(transport: Any, *message: Any) -> Future[Any]:
     # That it ended is told once or more; the first time counts.
     transport.submit(lambda receipt: future.done() or future.set_result(receipt), *message)
     return future
+
+
+def spoil_arrivals(monkeypatch: Any, spoil: Any) -> None:
+    """Have `spoil(record, body)` say what arrives at every link of a transport, before it is looked at."""
+    inner = ReceiverLink.receive
+
+    def receive(self: Any, record: Any, body: Any, *given: Any, **named: Any) -> Any:
+        return inner(self, *spoil(record, body), *given, **named)
+
+    monkeypatch.setattr(ReceiverLink, "receive", receive)
+
+
+def held(store: MemoryShardStore) -> list[Any]:
+    """The chunks in a store; each is there until its last part is taken."""
+    return [chunk for chunks in store._chunks.values() for chunk in chunks.values()]
 
 
 class NastyStore(MemoryShardStore):
@@ -72,7 +90,7 @@ async def taken_over(scheduler: Any, workers: Any = (), store: Any = MemoryShard
         provide(worker, stores[-1])
     takeover = await ShuffleTakeover.install(scheduler, settings)
     yield takeover, stores
-    takeover._plugin.runs.validate()
+    check_runs(takeover._plugin.runs)
 
 
 async def until(condition: Any) -> None:

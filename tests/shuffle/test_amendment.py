@@ -19,7 +19,7 @@ from distributed.core import ConnectionPool
 from distributed.utils_test import NO_AMM, gen_cluster
 
 from dask_gpurt.config import ShuffleSettings
-from dask_gpurt.shuffle import worker_statistics
+from dask_gpurt.shuffle.counters import worker_statistics
 from dask_gpurt.shuffle.scheduler.calls import Calls
 from dask_gpurt.shuffle.scheduler.recovery import Amender
 from dask_gpurt.shuffle.scheduler.reopen import NOWHERE, Opener

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from distributed.utils_test import gen_cluster
 
-from dask_gpurt.shuffle import worker_statistics
-from dask_gpurt.shuffle.counters import ShuffleCounters
+from dask_gpurt.shuffle.counters import ShuffleCounters, worker_statistics
 from dask_gpurt.shuffle.protocol.histogram import Histogram
 from dask_gpurt.shuffle.worker.flushed_buffers import FlushedBuffers
 from dask_gpurt.shuffle.worker.scheduler_calls import SchedulerCalls

@@ -15,11 +15,13 @@ from distributed.utils_test import gen_cluster
 pytest.importorskip("rmm")
 
 from dask_gpurt.config import ShuffleSettings
-from dask_gpurt.shuffle import MemoryShardStore, ShuffleTakeover, worker_statistics
+from dask_gpurt.shuffle.counters import worker_statistics
+from dask_gpurt.shuffle.scheduler.takeover import ShuffleTakeover
+from dask_gpurt.shuffle.worker.shard_stores import MemoryShardStore
 from tests.backends import host_frames
 from tests.backends.host_frames import HostFrame, HostFrames
 from tests.backends.lazy_memory import LazyMemory
-from tests.shuffle.helpers import NastyStore, left, ordered, right, same, source, taken_over, whole
+from tests.shuffle.helpers import NastyStore, held, left, ordered, right, same, source, taken_over, whole
 from tests.shuffle.test_amendment import THREE, N, amended, gate, lose, same_rows, transferred, until, vouched
 
 pytestmark = pytest.mark.cluster
@@ -57,7 +59,7 @@ async def partitions(c: Any, collection: Any) -> list[Any]:
 async def given_back(memory: LazyMemory, stores: Any) -> None:
     def settled() -> bool:
         memory.drain()
-        return not any(len(s) for s in stores) and memory.allocated_bytes() == 0
+        return not any(map(held, stores)) and memory.allocated_bytes() == 0
 
     await until(settled)
 
@@ -280,8 +282,8 @@ def test_worker_processes() -> None:
     def statistics(dask_scheduler: Any) -> dict[str, Any]:
         return dask_scheduler.plugins["shuffle"].takeover.statistics()
 
-    def copied() -> tuple[int, list[str], str]:
-        return host_frames.MEMORY.copied_bytes, host_frames.MEMORY.faults, HostFrames.name
+    def copied() -> tuple[int, list[str]]:
+        return host_frames.MEMORY.copied_bytes, host_frames.MEMORY.faults
 
     with (
         LocalCluster(n_workers=2, threads_per_worker=2, processes=True, dashboard_address=":0") as lc,
@@ -302,7 +304,6 @@ def test_worker_processes() -> None:
         same_rows_of(out.reset_index()[["k", "a", "s"]], whole(left, 6))
         stats = client.run_on_scheduler(statistics)
         assert (stats["runs"], stats["fallbacks"], stats["errors"]) == (5, {}, 0)
-        for nbytes, faults, name in client.run(copied).values():
+        for nbytes, faults in client.run(copied).values():
             assert nbytes > 0
             assert not faults
-            assert name == "a stand-in in host memory"

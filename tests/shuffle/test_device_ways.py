@@ -19,7 +19,8 @@ from distributed import Client, futures_of
 pytest.importorskip("rmm")
 
 from dask_gpurt.client.local import local_cluster
-from dask_gpurt.shuffle import store_of, worker_statistics
+from dask_gpurt.shuffle.counters import worker_statistics
+from dask_gpurt.shuffle.worker.shard_stores import store_of
 from tests.backends import host_frames
 from tests.backends.host_frames import HostFrame
 from tests.backends.lazy_memory import LazyMemory

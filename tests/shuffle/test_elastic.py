@@ -16,7 +16,7 @@ from distributed import Client
 from distributed.utils_test import gen_cluster
 
 from dask_gpurt import local_cluster
-from dask_gpurt.shuffle import worker_statistics
+from dask_gpurt.shuffle.counters import worker_statistics
 from tests.shuffle.helpers import left, source, taken_over, went_on
 from tests.shuffle.test_amendment import (
     THREE,

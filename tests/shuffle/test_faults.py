@@ -19,14 +19,16 @@ from distributed import Client, LocalCluster, SchedulerPlugin
 from distributed.utils_test import gen_cluster
 
 from dask_gpurt.errors import LostData
-from dask_gpurt.shuffle import MemoryShardStore, seam, worker_statistics
+from dask_gpurt.shuffle import seam
+from dask_gpurt.shuffle.counters import worker_statistics
 from dask_gpurt.shuffle.rows import wire
 from dask_gpurt.shuffle.rows.assemble import Assembler
 from dask_gpurt.shuffle.scheduler import reopen
 from dask_gpurt.shuffle.worker import output_builder, sender
 from dask_gpurt.shuffle.worker.message import Message
 from dask_gpurt.shuffle.worker.run import GpurtShuffleRun
-from tests.shuffle.helpers import NastyStore, left, mixed, ordered, right, source, taken_over, until, whole
+from dask_gpurt.shuffle.worker.shard_stores import MemoryShardStore
+from tests.shuffle.helpers import NastyStore, held, left, mixed, ordered, right, source, taken_over, until, whole
 
 pytestmark = pytest.mark.cluster
 TWO = {"client": True, "nthreads": [("127.0.0.1", 1)] * 2, "timeout": 120}
@@ -40,16 +42,16 @@ def same_rows(parts, make, n) -> None:
 
 async def drained(stores) -> None:
     for _ in range(1500):
-        if not any(len(s) for s in stores):
+        if not any(map(held, stores)):
             return
         await asyncio.sleep(0.02)
-    raise AssertionError([(len(s), s.nbytes) for s in stores])
+    raise AssertionError([[chunk.nbytes for chunk in held(s)] for s in stores])
 
 
 PRELOAD = """
 async def dask_setup(server):
     from dask_gpurt.config import ShuffleSettings
-    from dask_gpurt.shuffle import ShuffleTakeover
+    from dask_gpurt.shuffle.scheduler.takeover import ShuffleTakeover
     await ShuffleTakeover.install(server, ShuffleSettings(enabled=True))
 """
 
@@ -432,7 +434,7 @@ def test_a_wire_that_always_corrupts_is_an_error(monkeypatch):
 async def test_cancelled_queries_leave_nothing(c, s, a, b):
     async with taken_over(s, [a, b], SlowStore) as (_, stores):
         f = c.compute(dd.from_map(slow_part, list(range(20)), meta=part(0)).shuffle("k", npartitions=4))
-        await until(lambda: any(store.waiting or len(store) for store in stores))
+        await until(lambda: any(store.waiting or held(store) for store in stores))
         await f.cancel()
         del f
         await until(lambda: not s.tasks and not s.plugins["shuffle"].active_shuffles)

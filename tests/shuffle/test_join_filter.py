@@ -15,7 +15,7 @@ import pytest
 from distributed import Event
 from distributed.utils_test import gen_cluster
 
-from dask_gpurt.shuffle import worker_statistics
+from dask_gpurt.shuffle.counters import worker_statistics
 from dask_gpurt.shuffle.protocol import messages
 from dask_gpurt.shuffle.scheduler import join_filters
 from dask_gpurt.shuffle.scheduler.calls import AnswersFailed, Calls

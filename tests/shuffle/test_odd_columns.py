@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 from distributed.utils_test import gen_cluster
 
-from dask_gpurt.shuffle import worker_statistics
+from dask_gpurt.shuffle.counters import worker_statistics
 from tests.shuffle.helpers import NastyStore, same, source, taken_over
 from tests.shuffle.rows.test_pickled_columns import Pair, objects, typed
 

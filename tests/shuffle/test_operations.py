@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from distributed import Client, LocalCluster
 
-from dask_gpurt.shuffle import ShuffleTakeover
+from dask_gpurt.shuffle.scheduler.takeover import ShuffleTakeover
 from tests.shuffle.helpers import ON, left, ordered, same, source, whole
 
 pytestmark = pytest.mark.cluster

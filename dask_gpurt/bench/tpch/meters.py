@@ -168,9 +168,9 @@ def _peak() -> int:
 def _of_extension(dask_worker: Worker) -> dict[str, int]:
     """Bytes that the extension's own shuffle counted on this worker; nothing without the extension."""
     # Not imported for this: a stock worker must not load the extension because it was measured.
-    shuffle = sys.modules.get("dask_gpurt.shuffle")
-    if shuffle is None:
+    counters = sys.modules.get("dask_gpurt.shuffle.counters")
+    if counters is None:
         return {}
-    statistics = shuffle.worker_statistics(dask_worker)
+    statistics = counters.worker_statistics(dask_worker)
     # Its digests have the shards that it encodes for others; those for its own worker are handed over as they are.
     return {"shards_received": statistics["bytes_received"], "shuffled": statistics["bytes_self"]}

@@ -49,13 +49,7 @@ class Large:
     ratio: float
 
     def text(self, shuffle: str, owner: str, value: str, source: str = "") -> str:
-        """One line for people.
-
-        Parameters
-        ----------
-        source
-            Who had it before it was bound late.
-        """
+        """One line for people; `source` is who had it before it was bound late."""
         why = f"; most have {value}" if value else ""
         done = f"moved from {source} to {owner}, and built whole there" if source else f"built whole by {owner}"
         return (
@@ -94,13 +88,7 @@ class Histogram:
             self._value = (largest, value_behind(data, column, largest))
 
     def answer(self, rate: float = 0.0) -> HistogramAnswer:
-        """For `add_up`.
-
-        Parameters
-        ----------
-        rate
-            Bytes per second of messages to other workers.
-        """
+        """For `add_up`; `rate`: bytes per second of messages to other workers."""
         with self._lock:
             return HistogramAnswer(self._rows.tobytes(), self._nbytes, self._value, rate)
 
@@ -144,13 +132,7 @@ def add_up(answers: Iterable[HistogramAnswer]) -> tuple[np.ndarray[Any, Any], in
 
 
 def skewed(rows: np.ndarray[Any, Any], nbytes: int, outputs: int) -> list[Large]:
-    """Outputs far above the mean, the largest first; at most `MOST_NAMED`.
-
-    Parameters
-    ----------
-    outputs
-        How many there are, empty ones included.
-    """
+    """Of so many outputs (empty ones included) those far above the mean, the largest first; at most `MOST_NAMED`."""
     total = int(rows.sum())
     if not total or not outputs:
         return []

@@ -90,8 +90,6 @@ def side_of(
 
     Parameters
     ----------
-    shuffle_id
-        Of the side.
     metas
         Shuffle id -> empty input partition, of both sides.
     inputs

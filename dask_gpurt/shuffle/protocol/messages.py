@@ -20,7 +20,8 @@ message            answer                  meaning
 the barrier        `BarrierAnswer`         distributed's call by the barrier task
 =================  ======================  ==========================================================================
 
-Workers ask each other for endpoints and credit by messages of the same form, see `transport.cards`.
+Workers ask each other for endpoints and credit by messages of the same form: `AskCard`, which a `Card` answers, and
+`AskCredit`. These are asked and answered by `transport.plane`.
 """
 
 from __future__ import annotations
@@ -284,6 +285,44 @@ class OutputOpened(Ok):
     """Whether an output is opened again; else the worker has the shuffle restarted."""
 
     opened: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AskCard(Wire):
+    """How can you be reached? The answer is a `Card`."""
+
+    HEAD: ClassVar[dict[str, str]] = {KIND: "open"}
+
+    #: address of the worker that asks
+    sender: str
+    #: where it is: see `transport.select.locality`
+    process: str
+    host: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AskCredit(Wire):
+    """May I send so much by distributed's comms? The answer is that of `transport.rpc_credit.SafeReceiver`."""
+
+    HEAD: ClassVar[dict[str, str]] = {KIND: "want"}
+
+    sender: str
+    #: bytes in all, those included that were sent before
+    total: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Card(Ok):
+    """How a worker can be reached, and where it is."""
+
+    process: str
+    host: str
+    #: bytes of one message that it takes, at most
+    limit: int
+    #: compression that it can undo
+    codecs: Sequence[str]
+    #: transport -> what a sender needs to reach it, see `transport.base.Transport.endpoint_for`
+    endpoints: Mapping[str, Any] = decoded(dict)
 
 
 #: what the scheduler sends to the workers of a run, by kind

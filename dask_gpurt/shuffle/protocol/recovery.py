@@ -192,17 +192,7 @@ class Validity:
 
 
 class Counting:
-    """Which attempts count for which output, as one worker knows it.
-
-    Parameters
-    ----------
-    opened
-        As in `State`.
-    validity
-        What counts for the outputs that are not complete.
-    bound
-        As in `State`.
-    """
+    """Which attempts count for which output, as one worker knows it; `opened` and `bound` are as in `State`."""
 
     def __init__(
         self, opened: frozenset[int] | None, validity: Validity | None, bound: Mapping[int, int] | None = None

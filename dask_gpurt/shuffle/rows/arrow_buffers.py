@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dask_gpurt.errors import WireError
-from dask_gpurt.shuffle.rows.identity_cache import ByObject
+from dask_gpurt.shuffle.rows.schema import ByObject
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +37,7 @@ def stream(table: pa.Table) -> pa.Buffer:
 
 
 @functools.lru_cache(maxsize=256)
-def _layout(kind: pa.DataType) -> tuple[int, int] | None:
+def layout_of(kind: pa.DataType) -> tuple[int, int] | None:
     """(bits per row of the last buffer, bytes per offset) of a raw type, 0 bits for variable width; None: not raw."""
     import pyarrow as pa
 
@@ -52,7 +52,7 @@ def _layout(kind: pa.DataType) -> tuple[int, int] | None:
 
 
 def _layouts(schema: pa.Schema) -> tuple[tuple[pa.DataType, tuple[int, int] | None], ...]:
-    return tuple((field.type, _layout(field.type)) for field in schema)
+    return tuple((field.type, layout_of(field.type)) for field in schema)
 
 
 #: type of each column of a schema and how it travels

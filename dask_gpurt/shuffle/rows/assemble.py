@@ -45,13 +45,7 @@ _MISSING = ("float32", "float64", "datetime64[", "timedelta64[")
 
 
 class Assembler:
-    """Make the output partitions of one run. Any thread.
-
-    Parameters
-    ----------
-    meta
-        Empty frame with the outputs' columns and dtypes.
-    """
+    """Make the output partitions of one run, like `meta`, an empty frame. Any thread."""
 
     def __init__(self, meta: pd.DataFrame) -> None:
         self._meta, self._fixed = meta, fixed_in(meta)

@@ -44,13 +44,7 @@ def worth(shard: Shard) -> bool:
 
 
 def merged(shards: Iterable[Shard]) -> list[Shard]:
-    """The same rows in as few shards as their schemas allow; any thread.
-
-    Parameters
-    ----------
-    shards
-        Of different inputs.
-    """
+    """The same rows, of different inputs, in as few shards as their schemas allow; any thread."""
     out: list[Shard] = []
     groups: dict[tuple[KnownSchema, bool], list[tuple[Shard, Rows]]] = {}
     for shard in sorted(shards, key=lambda s: s.input_id):

@@ -44,14 +44,6 @@ class DeviceRows:
 
     Parameters
     ----------
-    frames
-        Of their library.
-    meta
-        Empty input partition.
-    column
-        Name of its column of output ids.
-    drop_column
-        Whether outputs are without it.
     cut_bytes
         Bytes of a shard, at most, as far as one row is not more than that already.
     local_address

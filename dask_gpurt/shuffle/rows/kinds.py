@@ -22,21 +22,9 @@ if TYPE_CHECKING:
     import numpy as np
     import pandas as pd
 
-    from dask_gpurt.model import Chunk
     from dask_gpurt.shuffle.rows.packed import Adopt
     from dask_gpurt.shuffle.rows.partition import OutputLayout, Shard
     from dask_gpurt.shuffle.rows.wire import Parcel
-
-
-class StoredChunk(Protocol):
-    """A `model.Chunk` that names itself."""
-
-    @property
-    def chunk_id(self) -> tuple[int, int]:
-        """Sorts and identifies the chunks of one run."""
-
-    def shell(self) -> Chunk:
-        """See `model.Chunk`."""
 
 
 class RowKind(Protocol):
@@ -89,7 +77,7 @@ class RowKind(Protocol):
         """Shards merged with each other."""
 
     def chunk(self, shards: Sequence[Shard], nbytes: int | None) -> Any:
-        """A `StoredChunk` of them."""
+        """A `model.Chunk` of them, with a `chunk_id` that sorts and identifies the chunks of one run."""
 
     def assemble(self, pieces: list[Any], /) -> Any:
         """An output from the pieces that chunks gave, in any order; empties the list.

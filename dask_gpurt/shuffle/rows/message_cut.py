@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dask_gpurt.shuffle.rows.arrow_buffers import dictionary_bytes
+from dask_gpurt.shuffle.rows.arrow_buffers import dictionary_bytes, layout_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -89,18 +89,16 @@ def _array(array: pa.Array, at: int, n: int) -> Any:
     """Rows of an array as one that starts at its buffers' start, so that it travels as it is."""
     import pyarrow as pa
 
-    t, kind = pa.types, array.type
-    buffers = array.buffers()
-    if t.is_primitive(kind) or t.is_decimal(kind) or t.is_fixed_size_binary(kind):
-        first = at * kind.bit_width // 8
-        rest = [buffers[1].slice(first, (n * kind.bit_width + 7) // 8)]
-    elif t.is_large_string(kind) or t.is_large_binary(kind) or t.is_string(kind) or t.is_binary(kind):
-        width = 8 if t.is_large_string(kind) or t.is_large_binary(kind) else 4
-        offsets = np.frombuffer(buffers[1], f"<i{width}")[at : at + n + 1]
+    buffers, layout = array.buffers(), layout_of(array.type)
+    if layout is None:
+        return array.slice(at, n)
+    bits, offset_bytes = layout
+    if offset_bytes:
+        offsets = np.frombuffer(buffers[1], f"<i{offset_bytes}")[at : at + n + 1]
         start, end = int(offsets[0]), int(offsets[-1])
         rest = [pa.py_buffer(offsets - offsets[0]), buffers[2].slice(start, end - start)]
     else:
-        return array.slice(at, n)
+        rest = [buffers[1].slice(at * bits // 8, (n * bits + 7) // 8)]
     # Not before it is one of these types: a column of nothing but nulls has no bitmap.
     validity = buffers[0].slice(at // 8, (n + 7) // 8) if array.null_count else None
-    return pa.Array.from_buffers(kind, n, [validity, *rest], -1 if validity is not None else 0)
+    return pa.Array.from_buffers(array.type, n, [validity, *rest], -1 if validity is not None else 0)

@@ -339,8 +339,6 @@ class PackedChunk:
 
     Parameters
     ----------
-    shards
-        Of packs.
     nbytes
         Bytes of memory that go with it; None: counted from the shards.
     """

@@ -223,16 +223,10 @@ def split(
 
     Parameters
     ----------
-    data
-        One input partition.
     column
         Name of the column of output ids.
     drop_column
         Whether to leave that column out of the shards.
-    input_id
-        Id that the shards get.
-    layout
-        Which worker gets which output.
     fixed
         Columns that are not pickled, see `pickled_columns.fixed_in`.
     keep

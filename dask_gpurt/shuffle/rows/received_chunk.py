@@ -70,17 +70,12 @@ class ReceivedChunk:
         index: dict[KnownSchema, int] = {}
         self._schema_of = tuple(index.setdefault(rows.schema, len(index)) for rows in self._rows)
         self._schemas: tuple[KnownSchema, ...] = tuple(index)
-        self._nbytes = sum(s.nbytes for s in self._shards) if nbytes is None else nbytes
+        self.nbytes = sum(s.nbytes for s in self._shards) if nbytes is None else nbytes
 
     @property
     def chunk_id(self) -> tuple[int, int]:
         """Sorts and identifies the chunks of one run: no two have rows of the same input for the same output."""
         return min((s.input_id, int(s.parts[0]) if len(s.parts) else -1) for s in self._shards)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory that go with the chunk."""
-        return self._nbytes
 
     @property
     def parts(self) -> Collection[int]:

@@ -11,14 +11,12 @@ import dataclasses
 import enum
 import functools
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
-from dask_gpurt.shuffle.rows.identity_cache import ByObject
-
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     import pyarrow as pa
 
@@ -32,8 +30,31 @@ class Special(enum.Enum):
 
 #: key of the metadata of a schema: JSON list of the names of the fields whose values are pickled
 PICKLED = b"gpurt.pickled"
+#: schemas remembered by object; then all are forgotten
+REMEMBERED = 256
+T = TypeVar("T")
 #: how a column is viewed: as values of a dtype, in one of the special ways, or (None) not at all
 View = np.dtype[Any] | Special | None
+
+
+class ByObject(Generic[T]):
+    """`make`, called once for each schema object that is in use. Any thread.
+
+    By the object, as to hash a schema takes 1 us a column.
+    """
+
+    def __init__(self, make: Callable[[pa.Schema], T]) -> None:
+        self._make = make
+        self._found: dict[int, tuple[pa.Schema, T]] = {}
+
+    def __call__(self, schema: pa.Schema) -> T:
+        found = self._found.get(id(schema))
+        if found is None:
+            if len(self._found) >= REMEMBERED:
+                self._found.clear()
+            # Together, so that the object lives as long as its id is used.
+            found = self._found[id(schema)] = (schema, self._make(schema))
+        return found[1]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -184,8 +184,6 @@ def pack(
         Of the run; `unpack` compares them.
     sequence
         Number of the message, for people.
-    parcels
-        What the message carries.
     known
         Keys of schemas that the peer has acknowledged in this run; they are left out.
     """
@@ -348,8 +346,6 @@ def _shard(
         Bytes of each that earlier shards had; updated.
     new, schemas
         Schemas by key, of this message and of earlier ones.
-    adopt
-        See `unpack`.
     """
     import pyarrow as pa
 

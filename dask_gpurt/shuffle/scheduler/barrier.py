@@ -39,8 +39,6 @@ class Barrier:
     ----------
     reached
         Called with a run whose inputs are all split, before they are flushed.
-    failed
-        Called in an exception handler: counts an error of ours.
     """
 
     def __init__(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from distributed import Status
 
-from dask_gpurt.shuffle.protocol.messages import Amend, AskHistogram, Flush, HistogramAnswer, Vouched
+from dask_gpurt.shuffle.protocol.messages import Amend, AskHistogram, Flush, HistogramAnswer, Vouched, Wire
 from dask_gpurt.shuffle.scheduler.runs import PATIENCE, PATIENCE_SECONDS, RECHECK_SECONDS
 
 if TYPE_CHECKING:
@@ -31,13 +31,6 @@ class FlushFailed(Exception):
 
 class AnswersFailed(RuntimeError):
     """Workers went on answering a message with errors."""
-
-
-class Message(Protocol):
-    """A message of `protocol.messages`."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """The values for msgpack."""
 
 
 class Calls:
@@ -65,8 +58,6 @@ class Calls:
         ----------
         msg
             With its handler as ``op``.
-        workers
-            Addresses.
         seconds
             To wait for all answers.
 
@@ -93,7 +84,7 @@ class Calls:
             asking.add_done_callback(self.unanswered.discard)
             asking.add_done_callback(lambda task: task.cancelled() or task.exception())
 
-    async def tell(self, record: RunRecord, message: Message) -> list[Any] | None:
+    async def tell(self, record: RunRecord, message: Wire) -> list[Any] | None:
         """Send a message to all that take part; their answers, or None when one of them is gone meanwhile.
 
         One that closes may answer with any error before the scheduler hears of it, so it is asked again.
@@ -135,7 +126,7 @@ class Calls:
         except TimeoutError:
             return None
         found = list((answers or {}).values())
-        if not found or not all(isinstance(one, dict) and one.get("status") == "OK" for one in found):
+        if not found or not all(map(_good, found)):
             return None
         return [HistogramAnswer.from_dict(one) for one in found]
 
@@ -158,7 +149,7 @@ def _good(answer: Any) -> bool:
     return isinstance(answer, dict) and answer.get("status") == "OK"
 
 
-def _receive(record: RunRecord, message: Message) -> dict[str, Any]:
+def _receive(record: RunRecord, message: Wire) -> dict[str, Any]:
     return {
         "op": "shuffle_receive",
         "shuffle_id": record.id,

@@ -38,14 +38,6 @@ def keepers(workers: Mapping[str, WorkerState]) -> set[str]:
 
 
 def running(workers: Mapping[str, WorkerState], allowed: Iterable[str]) -> list[str]:
-    """Those of the allowed workers that run, in their order; all of the allowed when none does.
-
-    Parameters
-    ----------
-    workers
-        All that are connected, by address.
-    allowed
-        Addresses; some may not be connected.
-    """
+    """Those of the allowed addresses whose workers are there and run, in their order; all of them when none does."""
     names = list(allowed)
     return [a for a in names if a in workers and workers[a].status is Status.running] or names

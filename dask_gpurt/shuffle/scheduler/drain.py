@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from distributed.scheduler import Scheduler
 
     from dask_gpurt.shuffle.scheduler.recovery import Amender
-    from dask_gpurt.shuffle.scheduler.runs import Runs, ShufflePlugin
+    from dask_gpurt.shuffle.scheduler.runs import Runs
 
 #: names of the statuses, as events have them
 _NAMES = frozenset(status.name for status in LEAVING)
@@ -40,8 +40,6 @@ def worker_for(scheduler: Scheduler, runs: Runs, spec: Any, shift: int) -> dict[
 
     Parameters
     ----------
-    spec
-        Of the shuffle.
     shift
         By how many places the workers are rotated, so that many small shuffles do not begin with the same one.
     """
@@ -60,18 +58,15 @@ def worker_for(scheduler: Scheduler, runs: Runs, spec: Any, shift: int) -> dict[
 
 
 class Drain:
-    """Looks after the shuffles of one scheduler when a worker begins no more tasks.
-
-    Parameters
-    ----------
-    plugin
-        The scheduler plugin named ``shuffle``.
-    failed
-        Called in an exception handler: counts an error of ours.
-    """
+    """Looks after the shuffles of one scheduler when a worker begins no more tasks."""
 
     def __init__(
-        self, scheduler: Scheduler, plugin: ShufflePlugin, runs: Runs, amender: Amender, failed: Callable[[], None]
+        self,
+        scheduler: Scheduler,
+        plugin: seam.ShuffleSchedulerPlugin,
+        runs: Runs,
+        amender: Amender,
+        failed: Callable[[], None],
     ) -> None:
         self._scheduler = scheduler
         self._plugin = plugin

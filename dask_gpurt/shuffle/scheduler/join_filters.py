@@ -70,8 +70,6 @@ class JoinFilters:
         Whether joins have no filter.
     moved
         Called with tasks that have another priority than they came with.
-    failed
-        Called in an exception handler: counts an error of ours.
     """
 
     def __init__(

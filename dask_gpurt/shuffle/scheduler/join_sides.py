@@ -53,15 +53,7 @@ REMEMBERED = 1000
 
 
 class JoinSides:
-    """The sides of one scheduler's joins.
-
-    Parameters
-    ----------
-    moved
-        Called with tasks that have another priority than they came with.
-    failed
-        Called in an exception handler: counts an error of ours.
-    """
+    """The sides of one scheduler's joins."""
 
     def __init__(
         self,

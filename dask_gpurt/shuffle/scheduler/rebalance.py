@@ -218,13 +218,7 @@ class Binder:
         return allowed
 
     def _rooms(self, group: list[RunRecord], held: dict[str, float]) -> dict[str, Room]:
-        """The workers by address.
-
-        Parameters
-        ----------
-        held
-            Bytes of the outputs that a worker owns.
-        """
+        """The workers by address; `held`: bytes of the outputs that each owns."""
         lost = {address for one in group for address in one.amendments.lost}
         barriers = [self._runs.barrier_of(one.id) for one in group]
         restricted = [ts.worker_restrictions for ts in barriers if ts is not None]

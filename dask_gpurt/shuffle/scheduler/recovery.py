@@ -25,7 +25,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import traceback
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from dask_gpurt.shuffle.protocol.messages import Valid
 from dask_gpurt.shuffle.protocol.recovery import EPOCHS, Validity, reassign, undone
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from dask_gpurt.shuffle import seam
     from dask_gpurt.shuffle.scheduler.calls import Calls
+    from dask_gpurt.shuffle.scheduler.reopen import Opener
     from dask_gpurt.shuffle.scheduler.runs import RunRecord, Runs
 
 #: states of a barrier's task that has not ended
@@ -51,44 +52,11 @@ _BEFORE_ITS_END = ("released", "waiting", "processing", "queued", "no-worker")
 _OVER = ("erred", "forgotten")
 
 
-class AfterBarrier(Protocol):
-    """What amends runs whose barrier has passed; see `reopen.Opener`."""
-
-    def begin(self, record: RunRecord, barrier: TaskState, lost: str | None) -> Begun:
-        """Open the outputs that have to be made anew."""
-
-    def ask(self, record: RunRecord, key: Hashable) -> tuple[list[RunRecord], bool]:
-        """Open an output that was handed out: (runs that began an epoch, whether it is opened)."""
-
-    def close(self, record: RunRecord, barrier: TaskState) -> bool:
-        """Undo that a barrier has passed, if no output was made."""
-
-    def hold_back(self, barrier: TaskState, *, back: bool) -> None:
-        """Have the tasks of all outputs wait, or undo that."""
-
-    def place(self, record: RunRecord, key: Hashable) -> bool:
-        """An output's task asks where it belongs; whether that was answered."""
-
-    def run_again(self, record: RunRecord, keys: set[Hashable], stimulus_id: str) -> int:
-        """Have transfer tasks run for whose inputs no worker vouches."""
-
-    async def complete(self, record: RunRecord, epoch: int) -> bool:
-        """Complete what is open; False when another epoch has begun."""
-
-
 class Amender:
-    """Amends the runs of one scheduler.
-
-    Parameters
-    ----------
-    after
-        Amends runs whose barrier has passed.
-    failed
-        Called in an exception handler: counts an error of ours.
-    """
+    """Amends the runs of one scheduler."""
 
     def __init__(
-        self, scheduler: Scheduler, runs: Runs, calls: Calls, after: AfterBarrier, failed: Callable[[], None]
+        self, scheduler: Scheduler, runs: Runs, calls: Calls, after: Opener, failed: Callable[[], None]
     ) -> None:
         self._scheduler = scheduler
         self._runs = runs

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from distributed.scheduler import Scheduler, TaskState
 
     from dask_gpurt.shuffle.scheduler.calls import Calls
-    from dask_gpurt.shuffle.scheduler.runs import RunRecord, Runs, ShufflePlugin
+    from dask_gpurt.shuffle.scheduler.runs import RunRecord, Runs
 
 #: no worker has this address
 NOWHERE = "gpurt://output-is-not-complete"
@@ -60,9 +60,9 @@ ASKED = 5
 
 
 class Opener:
-    """Amends the runs of one scheduler whose barrier has passed; an `AfterBarrier`."""
+    """Amends the runs of one scheduler whose barrier has passed."""
 
-    def __init__(self, scheduler: Scheduler, plugin: ShufflePlugin, runs: Runs, calls: Calls) -> None:
+    def __init__(self, scheduler: Scheduler, plugin: seam.ShuffleSchedulerPlugin, runs: Runs, calls: Calls) -> None:
         self._scheduler = scheduler
         self._plugin = plugin
         self._runs = runs
@@ -118,14 +118,10 @@ class Opener:
         return begun, True
 
     def begin(self, record: RunRecord, barrier: TaskState, lost: str | None) -> Begun:
-        """Open outputs that are wanted again, and those of a lost worker.
+        """Open outputs that are wanted again, and those of a lost worker, of a run whose barrier has passed.
 
         Parameters
         ----------
-        record
-            Its barrier has passed.
-        barrier
-            The task of that.
         lost
             Address; None: no worker was lost. One leaves, or the task of an output asks.
         """
@@ -174,15 +170,7 @@ class Opener:
     def _new_owners(
         self, record: RunRecord, barrier: TaskState, gone: frozenset[int], there: set[str]
     ) -> dict[int, str] | None:
-        """Owners of the outputs that are to be opened; None when there are none, or the sides of a join were apart.
-
-        Parameters
-        ----------
-        gone
-            The outputs.
-        there
-            Addresses of workers that may own outputs.
-        """
+        """Owners, of `there`, of the outputs `gone`; None when there are none, or the sides of a join were apart."""
         worker_for, workers = record.worker_for, self._scheduler.workers
         owners = running(workers, there & set(barrier.worker_restrictions or there))
         other = self._runs.partner_owners(record.id)
@@ -399,13 +387,7 @@ def _parts(record: RunRecord, barrier: TaskState) -> dict[TaskState, int] | None
 
 
 def _begun(parts: Mapping[TaskState, int], worker_for: Mapping[int, str]) -> frozenset[int]:
-    """Outputs whose tasks were given to their owner, and may be running there.
-
-    Parameters
-    ----------
-    parts
-        Task -> its output.
-    """
+    """Outputs whose tasks were given to their owner, and may be running there. `parts`: task -> its output."""
     there: set[int] = set()
     elsewhere: set[int] = set()
     for ts, part in parts.items():

@@ -23,7 +23,7 @@ import contextlib
 import dataclasses
 import enum
 import logging
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.protocol.recovery import agreed, too_narrow
@@ -74,23 +74,11 @@ class Begun(enum.Enum):
     IMPOSSIBLE = "impossible"
 
 
-class ShufflePlugin(Protocol):
-    """What is used of the scheduler plugin named ``shuffle``; its private parts by way of `seam`."""
-
-    #: shuffle id -> distributed's ``SchedulerShuffleState``
-    active_shuffles: dict[seam.ShuffleId, seam.SchedulerShuffleState]
-
-
 @dataclasses.dataclass(eq=False, slots=True)
 class RunRecord:
-    """One run of our shuffle, as the scheduler knows it.
+    """One run of our shuffle, as the scheduler knows it."""
 
-    Parameters
-    ----------
-    run
-        Distributed's ``SchedulerShuffleState``: ids, spec, owners and the workers that take part.
-    """
-
+    #: ids, spec, owners and the workers that take part
     run: seam.SchedulerShuffleState
     phase: Phase = Phase.RECEIVING
     #: key of a transfer task whose result was lost with a worker -> the epoch of that loss
@@ -185,28 +173,6 @@ class RunRecord:
         self.phase = phase
         self.changed()
 
-    def validate(self) -> None:
-        """Check that phase and amendments agree; for tests.
-
-        Raises
-        ------
-        AssertionError
-            They do not.
-        """
-        state = self.amendments
-        if self.phase is Phase.RECEIVING:
-            assert state.opened is None, self
-        elif self.phase is Phase.PASSED:
-            assert not state.opened, self
-        elif self.phase is Phase.OPENED:
-            assert state.opened, self
-            assert not state.handing, self
-        assert state.handing.keys() <= state.bound.keys(), self
-        assert max(state.bound.values(), default=0) <= state.epoch, self
-        assert max(state.scopes, default=0) <= state.epoch, self
-        assert state.validity is None or state.validity.epoch <= state.epoch, self
-        assert self.telling is None or state.epoch or self.phase is Phase.ENDED, self
-
     # ---- changes
 
     def changed(self, *_: object) -> None:
@@ -247,15 +213,9 @@ class RecoveryCounters:
 
 
 class Runs:
-    """The active runs of our shuffle on one scheduler.
+    """The active runs of our shuffle on one scheduler."""
 
-    Parameters
-    ----------
-    plugin
-        The scheduler plugin named ``shuffle``.
-    """
-
-    def __init__(self, scheduler: Scheduler, plugin: ShufflePlugin) -> None:
+    def __init__(self, scheduler: Scheduler, plugin: seam.ShuffleSchedulerPlugin) -> None:
         self._scheduler = scheduler
         self._plugin = plugin
         #: run id -> record
@@ -367,9 +327,3 @@ class Runs:
     def left_alone(self, shuffle_id: seam.ShuffleId) -> bool:
         """Whether a shuffle was restarted while its outputs were handed over; then none is bound late again."""
         return shuffle_id in self._left_alone
-
-    def validate(self) -> None:
-        """Check all records; for tests. Raises AssertionError."""
-        for record in self._records.values():
-            record.validate()
-            assert (record.phase is Phase.ENDED) != self.current(record), record

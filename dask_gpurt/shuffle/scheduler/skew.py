@@ -19,15 +19,7 @@ LATEST = 8
 
 
 class SkewReport:
-    """What was said about large outputs on one scheduler.
-
-    Parameters
-    ----------
-    sink
-        Gets the events ``shuffle.skew`` and ``shuffle.bound``.
-    failed
-        Called in an exception handler: counts an error of ours.
-    """
+    """What was said about large outputs on one scheduler; `sink` gets events ``shuffle.skew`` and ``shuffle.bound``."""
 
     def __init__(self, sink: Sink, failed: Callable[[], None]) -> None:
         self._sink = sink

@@ -34,7 +34,6 @@ from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.probe import probe_workers
 from dask_gpurt.shuffle.scheduler import output_tasks
 from dask_gpurt.shuffle.scheduler.plugin import GpurtShufflePlugin
-from dask_gpurt.shuffle.scheduler.plugin_swap import swap_plugin
 from dask_gpurt.shuffle.scheduler.skew import SkewReport
 from dask_gpurt.shuffle.spec import GpurtShuffleSpec
 from dask_gpurt.shuffle.worker.rechunk import ReleasingRechunkSpec
@@ -54,6 +53,9 @@ FAILURES, FAILURES_SECONDS = 10, 600.0
 MOST_REASONS = 20
 #: outputs pinned in one turn of the scheduler's loop, about 5 ms
 _PIN_TASKS = 500
+#: the calls of workers that distributed's plugin answers
+_HANDLERS = ("shuffle_barrier", "shuffle_get", "shuffle_get_or_create", "shuffle_restrict_task")
+
 #: the part of our code whose failures are counted, in events and statistics
 _PART = "scheduler"
 
@@ -241,8 +243,7 @@ class ShuffleTakeover:
         plugin, part = self._plugin, self._part
         return {
             "installed": self.scheduler.plugins.get("shuffle") is plugin,
-            "runs": self._runs,
-            "fallbacks": dict(self._fallbacks),
+            **self.counts(),
             "pinned": self._pinned,
             "recovery": {} if plugin is None else plugin.recovery_statistics(),
             "skew": self.skew.statistics(),
@@ -255,6 +256,43 @@ class ShuffleTakeover:
             "workers_able": sum(reason == "" for reason in self.able.values()),
             "workers_unable": {address: reason for address, reason in self.able.items() if reason},
         }
+
+
+def swap_plugin(
+    scheduler: Scheduler, make: Callable[[], seam.ShuffleSchedulerPlugin]
+) -> tuple[seam.ShuffleSchedulerPlugin, seam.ShuffleSchedulerPlugin]:
+    """Replace the scheduler plugin named ``shuffle``; returns (what was there, what is there now).
+
+    The plugin sits in three places: `plugins` (transitions), `extensions` (heartbeats of the workers) and `handlers`
+    (the workers' calls; those besides distributed's are what a plugin has as ``calls``). All three change or none does.
+    """
+    before = scheduler.plugins["shuffle"]
+    names = list(scheduler.plugins)
+    handlers = dict(scheduler.handlers)
+    extension = scheduler.extensions.get("shuffle")
+    scheduler.remove_plugin("shuffle")
+    try:
+        after = make()
+        if scheduler.plugins.get("shuffle") is not after:
+            scheduler.add_plugin(after, name="shuffle")
+        # In its place: a new graph is in order before other plugins look at it.
+        for name in names[names.index("shuffle") + 1 :]:
+            scheduler.plugins[name] = scheduler.plugins.pop(name)
+        for name in _HANDLERS:
+            scheduler.handlers[name] = getattr(after, name.removeprefix("shuffle_"))
+        for name in getattr(before, "calls", ()):
+            scheduler.handlers.pop(name, None)
+        scheduler.handlers.update(getattr(after, "calls", {}))
+        if extension is not None:
+            scheduler.extensions["shuffle"] = after
+    except BaseException:
+        scheduler.plugins["shuffle"] = before
+        scheduler.handlers.clear()
+        scheduler.handlers.update(handlers)
+        if extension is not None:
+            scheduler.extensions["shuffle"] = extension
+        raise
+    return before, after
 
 
 def _refuse_active(plugin: seam.ShuffleSchedulerPlugin, what: str) -> None:

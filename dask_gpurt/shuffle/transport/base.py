@@ -1,37 +1,27 @@
-"""What a transport is, what it asks of the worker it serves, and what transports that are made of links share.
+"""What a transport is, and what it asks of the worker it serves.
 
 A `Transport` moves messages (lists of buffers) from this worker to a `Peer`, for one run, and says by a `Receipt` how
 each of them ended. It knows nothing of shuffles. `Services` is what it may ask: the secrets of the runs that are here,
-credit (`ReceiveGate`), and where messages go. `LinkTransport` is what the transports over sockets and UCX have in
-common.
+credit (`ReceiveGate`), and where messages go. What transports that are made of links share is in `link_ends`.
 
 All of it is thread-safe: a transport has threads of its own and never touches an event loop.
 """
 
 from __future__ import annotations
 
-import abc
 import dataclasses
-import logging
 import threading
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dask_gpurt.errors import GpurtError
 from dask_gpurt.shuffle.transport.link.credits import Arbiter
-from dask_gpurt.shuffle.transport.quiet_log import QuietLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
     from distributed import Security
 
-    from dask_gpurt.memory.pages import Pages
-    from dask_gpurt.shuffle.transport.ioloop import IoLoop
-    from dask_gpurt.shuffle.transport.link.events import Close, Instruction
-    from dask_gpurt.shuffle.transport.link.records import LinkRecord, RunKey
-    from dask_gpurt.shuffle.transport.link.sender import SenderLink
-
-logger = logging.getLogger("distributed.worker.gpurt")
+    from dask_gpurt.shuffle.transport.link.records import RunKey
 
 
 class TransportUnavailable(GpurtError):
@@ -87,10 +77,6 @@ class Transport(Protocol):
         ----------
         ended
             Called once, in any thread, when the message has ended; must not block.
-        peer
-            Where to.
-        header
-            What goes with the message.
         buffers
             The message; they must not change until it has ended.
         """
@@ -106,13 +92,7 @@ class Transport(Protocol):
 
 
 class ReceiveGate:
-    """The receive budget of a worker, which tells links what they were granted. Any thread.
-
-    Parameters
-    ----------
-    budget
-        Bytes that messages on their way to this worker, or held until they are stored, may take together.
-    """
+    """The receive budget of a worker, which tells links what they were granted. Any thread."""
 
     def __init__(self, budget: int) -> None:
         self._arbiter = Arbiter(budget)
@@ -203,105 +183,3 @@ class Services:
     on_loss: Callable[[str, str, str, bool], None]
     #: certificates of this worker, and what it asks of those of others; None: there are none
     security: Security | None = None
-
-
-class OutboundLink(Protocol):
-    """A link from here; see `link_ends.OutboundEnd`."""
-
-    peer: Peer
-    run: RunKey
-    machine: SenderLink
-
-    def submit(self, ended: Callable[[Receipt], None], buffers: Sequence[Any], room: int) -> None:
-        """Send a message."""
-
-    def carry_out(self, instructions: list[Instruction]) -> None:
-        """Do what the machine says."""
-
-
-L = TypeVar("L", bound=OutboundLink)
-
-
-class LinkTransport(abc.ABC, Generic[L]):
-    """The links from here of one transport, each made for its first message, and what went wrong.
-
-    Parameters
-    ----------
-    services
-        What it may ask of its worker.
-    pool
-        Where messages are received into.
-    """
-
-    name: str
-    #: whose thread the links from here live in
-    sending: IoLoop
-
-    def __init__(self, services: Services, pool: Pages) -> None:
-        self.services, self.pool = services, pool
-        self._outbound: dict[tuple[str, RunKey], L] = {}
-        #: links to here that did not prove themselves, links lost, errors in a thread of the transport
-        self.strangers = self.lost = self.errors = 0
-        self.last_error = ""
-        self._log = QuietLog(logger)
-        self._stopped = False
-
-    @abc.abstractmethod
-    def connect(self, peer: Peer, header: Header) -> L:
-        """A new link to a peer; in the send thread."""
-
-    # ---- any thread
-
-    def submit(self, ended: Callable[[Receipt], None], peer: Peer, header: Header, buffers: Sequence[Any]) -> None:
-        """Send one message; see `Transport.submit`."""
-        self.sending.call(lambda: self._submit(ended, peer, header, buffers))
-
-    def statistics(self) -> dict[str, Any]:
-        """Figures as plain JSON values."""
-        return {
-            "links_out": len(self._outbound),
-            "strangers": self.strangers,
-            "lost": self.lost,
-            "errors": self.errors,
-            "last_error": self.last_error,
-        }
-
-    def _failed(self, text: str) -> None:
-        self.errors += 1
-        self.last_error = text
-        self._log.warning(f"gpurt {self.name} transport: {text.splitlines()[-1]}")
-
-    # ---- send thread
-
-    def _submit(self, ended: Callable[[Receipt], None], peer: Peer, header: Header, buffers: Sequence[Any]) -> None:
-        if self._stopped:
-            ended(Receipt("the transport was stopped", lost=True))
-            return
-        key = (peer.address, header.run)
-        try:
-            link = self._outbound.get(key)
-            if link is None:
-                link = self._outbound[key] = self.connect(peer, header)
-            link.submit(ended, buffers, header.room)
-        except Exception as e:
-            # Whatever it was: the message must end.
-            self._outbound.pop(key, None)
-            self.services.on_loss(self.name, peer.address, repr(e), False)
-            ended(Receipt(repr(e), lost=True))  # a second call, if it is one, does nothing
-
-    def _bye(self, which: Callable[[L], bool]) -> None:
-        for link in [link for link in self._outbound.values() if which(link)]:
-            link.carry_out(link.machine.bye())
-
-    def outbound_closed(self, link: L, close: Close) -> None:
-        """Forget a link from here that is closed."""
-        self._outbound.pop((link.peer.address, link.run), None)
-        if not close.quiet:
-            self.lost += 1
-            self.services.on_loss(self.name, link.peer.address, close.reason, close.violation)
-
-    # ---- receive thread
-
-    def arrived(self, record: LinkRecord, body: memoryview) -> tuple[LinkRecord, memoryview]:
-        """What came from the wire, before it is looked at; tests replace this."""
-        return record, body

@@ -51,12 +51,6 @@ class Inbox:
     ----------
     loop
         Where messages are stored.
-    runs
-        The runs that are here.
-    links
-        Where messages are counted.
-    count
-        Adds to the counters of the worker's shuffles, by name.
     """
 
     def __init__(
@@ -85,18 +79,10 @@ class Inbox:
 
         Parameters
         ----------
-        key
-            Of its run.
-        sender
-            Address of the worker that sent it.
-        frames
-            As they came.
         paid
             Bytes of credit that it cost.
         done
             Called once, in any thread: with "" when it is stored, else with the reason why not.
-        name
-            Of the transport.
         """
         counters = self._links.of(sender, name)
         run = self._runs.get(key)

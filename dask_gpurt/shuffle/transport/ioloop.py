@@ -33,8 +33,6 @@ class IoLoop:
 
     Parameters
     ----------
-    name
-        Of the thread.
     failed
         Called with the traceback of an error in any function; the loop goes on.
     """

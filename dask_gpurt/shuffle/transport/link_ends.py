@@ -1,4 +1,6 @@
-"""Carry out what the machines of a link instruct: `OutboundEnd` and `InboundEnd`, as a transport holds them.
+"""What transports that are made of links share: both ends of a link, and the links from here with what went wrong.
+
+`OutboundEnd` and `InboundEnd` carry out what the machines of a link instruct; a `LinkTransport` holds them.
 
 Theory of operation. A machine (`sender`, `receiver`) says *what*: send this, this message ended, close. How bytes are
 written and how a connection is closed differs by transport, and is `put` and `shut`. Everything else is the same for
@@ -11,8 +13,11 @@ All methods run in the thread of the link's loop, unless said otherwise.
 from __future__ import annotations
 
 import abc
+import logging
+import math
+import threading
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from dask_gpurt.shuffle.transport.base import Receipt
 from dask_gpurt.shuffle.transport.link import events as lk
@@ -21,11 +26,16 @@ from dask_gpurt.shuffle.transport.mailbox import Mailbox
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dask_gpurt.shuffle.transport.base import Peer, Services
+    from dask_gpurt.memory.pages import Pages
+    from dask_gpurt.shuffle.transport.base import Header, Peer, Services
     from dask_gpurt.shuffle.transport.ioloop import IoLoop
     from dask_gpurt.shuffle.transport.link.receiver import ReceiverLink
     from dask_gpurt.shuffle.transport.link.records import RunKey
     from dask_gpurt.shuffle.transport.link.sender import SenderLink
+
+logger = logging.getLogger("distributed.worker.gpurt")
+#: between two warnings of one transport, which may come thousands of times per second
+QUIET_SECONDS = 30.0
 
 
 class OutboundOwner(Protocol):
@@ -202,3 +212,107 @@ class InboundEnd(LinkEnd):
                 gate.stored(self, self._arriving)
                 self._arriving = 0
                 self.owner.inbound_closed(self, i)
+
+
+class QuietLog:
+    """Log the first warning of each period. Thread-safe."""
+
+    def __init__(self, logger: logging.Logger, now: Callable[[], float] = time.monotonic) -> None:
+        self._logger = logger
+        self._now = now
+        self._next = -math.inf
+        self._left_out = 0
+        self._lock = threading.Lock()
+
+    def warning(self, text: str) -> None:
+        """Log it, unless a line of this period was logged. The next line says how many were left out."""
+        with self._lock:
+            now = self._now()
+            if now < self._next:
+                self._left_out += 1
+                return
+            self._next = now + QUIET_SECONDS
+            before, self._left_out = self._left_out, 0
+        self._logger.warning("%s%s", text, f" ({before} more warnings since the last one)" if before else "")
+
+
+L = TypeVar("L", bound=OutboundEnd)
+
+
+class LinkTransport(abc.ABC, Generic[L]):
+    """The links from here of one transport, each made for its first message, and what went wrong.
+
+    Parameters
+    ----------
+    services
+        What it may ask of its worker.
+    pool
+        Where messages are received into.
+    """
+
+    name: str
+    #: whose thread the links from here live in
+    sending: IoLoop
+
+    def __init__(self, services: Services, pool: Pages) -> None:
+        self.services, self.pool = services, pool
+        self._outbound: dict[tuple[str, RunKey], L] = {}
+        #: links to here that did not prove themselves, links lost, errors in a thread of the transport
+        self.strangers = self.lost = self.errors = 0
+        self.last_error = ""
+        self._log = QuietLog(logger)
+        self._stopped = False
+
+    @abc.abstractmethod
+    def connect(self, peer: Peer, header: Header) -> L:
+        """A new link to a peer; in the send thread."""
+
+    # ---- any thread
+
+    def submit(self, ended: Callable[[Receipt], None], peer: Peer, header: Header, buffers: Sequence[Any]) -> None:
+        """Send one message; see `Transport.submit`."""
+        self.sending.call(lambda: self._submit(ended, peer, header, buffers))
+
+    def statistics(self) -> dict[str, Any]:
+        """Figures as plain JSON values."""
+        return {
+            "links_out": len(self._outbound),
+            "strangers": self.strangers,
+            "lost": self.lost,
+            "errors": self.errors,
+            "last_error": self.last_error,
+        }
+
+    def _failed(self, text: str) -> None:
+        self.errors += 1
+        self.last_error = text
+        self._log.warning(f"gpurt {self.name} transport: {text.splitlines()[-1]}")
+
+    # ---- send thread
+
+    def _submit(self, ended: Callable[[Receipt], None], peer: Peer, header: Header, buffers: Sequence[Any]) -> None:
+        if self._stopped:
+            ended(Receipt("the transport was stopped", lost=True))
+            return
+        key = (peer.address, header.run)
+        try:
+            link = self._outbound.get(key)
+            if link is None:
+                link = self._outbound[key] = self.connect(peer, header)
+            link.submit(ended, buffers, header.room)
+        except Exception as e:
+            # Whatever it was: the message must end.
+            self._outbound.pop(key, None)
+            self.services.on_loss(self.name, peer.address, repr(e), False)
+            ended(Receipt(repr(e), lost=True))  # a second call, if it is one, does nothing
+
+    def _bye(self, which: Callable[[L], bool]) -> None:
+        for link in [link for link in self._outbound.values() if which(link)]:
+            link.carry_out(link.machine.bye())
+
+    def outbound_closed(self, link: L, close: lk.Close) -> None:
+        """Forget a link from here that is closed."""
+        self._outbound.pop((link.peer.address, link.run), None)
+        if not close.quiet:
+            self.lost += 1
+            self.services.on_loss(self.name, link.peer.address, close.reason, close.violation)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from dask_gpurt.shuffle.transport.rpc_credit import SafeSender
 
 if TYPE_CHECKING:
+    from dask_gpurt.shuffle.protocol.messages import Card
     from dask_gpurt.shuffle.transport.base import Header, Peer
-    from dask_gpurt.shuffle.transport.cards import Card
     from dask_gpurt.shuffle.transport.select.selector import TransportChooser
 
 
@@ -86,26 +86,19 @@ class NoRoute(Exception):
         self.answer = answer
 
 
+@dataclasses.dataclass(eq=False)
 class Route:
-    """The ways from one run to one peer.
+    """The ways from one run to one peer."""
 
-    Parameters
-    ----------
-    card
-        What the peer says of itself.
-    chooser
-        Picks the way of each message.
-    header
-        Goes with every message.
-    squeezes
-        Whether messages may be compressed.
-    """
+    #: what the peer says of itself
+    card: Card
+    chooser: TransportChooser
+    #: goes with every message
+    header: Header
+    #: whether messages may be compressed
+    squeezes: bool = False
+    #: by transport
+    targets: dict[str, Peer] = dataclasses.field(default_factory=dict)
 
-    def __init__(self, card: Card, chooser: TransportChooser, header: Header, squeezes: bool = False) -> None:
-        self.card = card
-        self.chooser = chooser
-        self.header = header
-        self.squeezes = squeezes
-        #: by transport
-        self.targets: dict[str, Peer] = {}
-        self.safe = SafeSender(card.limit)
+    def __post_init__(self) -> None:
+        self.safe = SafeSender(self.card.limit)

@@ -25,13 +25,12 @@ import logging
 import time
 import traceback
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model import safe_mode
 from dask_gpurt.shuffle import seam
-from dask_gpurt.shuffle.protocol.messages import KIND
+from dask_gpurt.shuffle.protocol.messages import KIND, AskCard, AskCredit, Card
 from dask_gpurt.shuffle.transport.base import Header, Peer, Receipt, ReceiveGate, Services
-from dask_gpurt.shuffle.transport.cards import AskCard, AskCredit, Card
 from dask_gpurt.shuffle.transport.inbox import Inbox
 from dask_gpurt.shuffle.transport.link import records
 from dask_gpurt.shuffle.transport.mailbox import Outcomes
@@ -45,7 +44,6 @@ from dask_gpurt.shuffle.transport.select.selector import DEVICE, INPROC, SAFE, L
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from distributed import Security
     from distributed.worker import Worker
 
     from dask_gpurt.config import ShuffleSettings
@@ -53,6 +51,8 @@ if TYPE_CHECKING:
     from dask_gpurt.shuffle.transport.link.records import RunKey
 
     Safe = Callable[[], Awaitable[Any]]
+    #: asks the same run on another worker (its address), by distributed's comms; `Plane.answer` answers there
+    Ask = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
 
 logger = logging.getLogger("distributed.worker.gpurt")
 
@@ -62,32 +62,11 @@ QUESTIONS = frozenset({AskCard.HEAD[KIND], AskCredit.HEAD[KIND]})
 _PEERS = 4096
 
 
-class PlaneHost(Protocol):
-    """A worker, as far as its plane must know it."""
-
-    address: str
-
-    @property
-    def security(self) -> Security | None:
-        """Its certificates."""
-
-
-class RunSender(Protocol):
-    """A run that sends."""
-
-    async def ask(self, address: str, question: dict[str, Any]) -> dict[str, Any]:
-        """Ask the same run on another worker, by distributed's comms; `Plane.answer` answers there."""
-
-
 class Plane:
     """The data plane of one worker. Made by `plane_of`; methods on the event loop unless said otherwise.
 
     Parameters
     ----------
-    worker
-        Has an address, and certificates if its address is encrypted.
-    settings
-        Of the shuffle.
     count
         Adds to the counters of the worker's shuffles, by name.
     unsent_bytes
@@ -95,7 +74,7 @@ class Plane:
     """
 
     def __init__(
-        self, worker: PlaneHost, settings: ShuffleSettings, count: Callable[..., None], unsent_bytes: int
+        self, worker: Worker, settings: ShuffleSettings, count: Callable[..., None], unsent_bytes: int
     ) -> None:
         self.address = worker.address
         self._security = worker.security
@@ -154,7 +133,7 @@ class Plane:
 
     async def send(
         self,
-        run: RunSender,
+        ask: Ask,
         key: RunKey,
         peer: str,
         frames: Sequence[Any],
@@ -164,17 +143,15 @@ class Plane:
 
         Parameters
         ----------
-        run
+        ask
             Asks peers for their card, and for credit.
         key, peer
             The run on links, and the address of the worker.
-        frames
-            The message.
         safe
             Sends it by distributed's comms; what lies on a device it copies to the host.
         """
         try:
-            route = await self._route(run, key, peer)
+            route = await self._route(ask, key, peer)
         except NoRoute as e:
             return e.answer
         device = any(map(records.is_device, frames))
@@ -213,12 +190,12 @@ class Plane:
                 route.chooser.lost(DEVICE, end)
             self.links.had_problem(peer, f"{name}: {receipt.problem}")
             logger.info("message to %s is sent again over %s: %s over %s", peer, SAFE, receipt.problem, name)
-        return await self._send_safe(run, route, peer, nbytes, device, safe)
+        return await self._send_safe(ask, route, peer, nbytes, device, safe)
 
-    async def meet(self, run: RunSender, key: RunKey, peer: str) -> Any:
+    async def meet(self, ask: Ask, key: RunKey, peer: str) -> Any:
         """Learn the ways to a peer, if they are not known; what goes wrong is found out again by the first message."""
         with contextlib.suppress(Exception):
-            await self._route(run, key, peer)
+            await self._route(ask, key, peer)
         return {"status": "OK"}
 
     def takes_device(self, key: RunKey, peer: str) -> bool:
@@ -228,7 +205,7 @@ class Plane:
             return False
         return future.result().chooser.choose(0, True, time.monotonic()) != SAFE
 
-    async def _send_safe(self, run: RunSender, route: Route, peer: str, nbytes: int, device: bool, safe: Safe) -> Any:
+    async def _send_safe(self, ask: Ask, route: Route, peer: str, nbytes: int, device: bool, safe: Safe) -> Any:
         """By distributed's comms, which know no memory but the host's."""
         counters = self.links.of(peer, SAFE)
         start = time.monotonic()
@@ -236,7 +213,7 @@ class Plane:
         route.chooser.began(SAFE, nbytes, device, start)
         try:
             counters.stall_seconds += await route.safe.credit(
-                nbytes, lambda total: run.ask(peer, AskCredit(self.address, total).to_dict())
+                nbytes, lambda total: ask(peer, AskCredit(self.address, total).to_dict())
             )
             response = await safe()
             stored = True
@@ -287,14 +264,14 @@ class Plane:
         )
         return await future
 
-    async def _route(self, run: RunSender, key: RunKey, peer: str) -> Route:
+    async def _route(self, ask: Ask, key: RunKey, peer: str) -> Route:
         future = self._routes.get((key, peer))
         if future is not None:
             # Mostly it is there: to await it would take a turn of the loop.
             return future.result() if future.done() else await asyncio.shield(future)
         self._routes[key, peer] = future = self._loop.create_future()
         try:
-            route = await self._introduce(run, key, peer)
+            route = await self._introduce(ask, key, peer)
         except BaseException as e:
             self._routes.pop((key, peer), None)
             future.set_exception(e if isinstance(e, Exception) else ConnectionError(repr(e)))
@@ -305,8 +282,8 @@ class Plane:
             self._routes.pop((key, peer), None)
         return route
 
-    async def _introduce(self, run: RunSender, key: RunKey, peer: str) -> Route:
-        answer = await run.ask(peer, AskCard(self.address, process_token(), host_token()).to_dict())
+    async def _introduce(self, ask: Ask, key: RunKey, peer: str) -> Route:
+        answer = await ask(peer, AskCard(self.address, process_token(), host_token()).to_dict())
         if answer.get("status") != "OK" or "endpoints" not in answer:  # it may be lost
             raise NoRoute(answer)
         card = Card.from_dict(answer)
@@ -406,8 +383,6 @@ def plane_of(
         Its shuffle plugin, whose limit of unsent bytes holds if it is lower.
     settings
         Of the shuffle; other ones than before replace the plane.
-    count
-        Adds to the counters of the worker's shuffles, by name.
     """
     plane = _of_worker.get(worker)
     if plane is None or plane.closed or plane.settings != settings:
@@ -423,9 +398,3 @@ def plane_of(
 def existing(worker: Worker) -> Plane | None:
     """The data plane of a worker, if it has one."""
     return _of_worker.get(worker)
-
-
-def statistics_of(worker: Worker) -> dict[str, Any] | None:
-    """`Plane.statistics` of a worker; None before it has a plane."""
-    plane = _of_worker.get(worker)
-    return None if plane is None else plane.statistics()

@@ -63,14 +63,8 @@ class OpenTransports:
 
     Parameters
     ----------
-    address
-        The worker's.
     services
         Gives what a transport may ask, by its name.
-    settings
-        Of the shuffle.
-    count
-        Adds to the counters of the worker's shuffles, by name.
     """
 
     def __init__(

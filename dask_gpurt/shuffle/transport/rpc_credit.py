@@ -36,13 +36,7 @@ _ANSWER_SECONDS = 1.0
 
 
 class SafeSender:
-    """The credit of one run's messages to one peer.
-
-    Parameters
-    ----------
-    limit
-        Bytes of one message that the peer gives credit for, at most.
-    """
+    """The credit of one run's messages to one peer, which gives it for messages of at most `limit` bytes."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -52,15 +46,7 @@ class SafeSender:
         self._asking = asyncio.Lock()
 
     async def credit(self, nbytes: int, ask: Callable[[int], Awaitable[dict[str, Any]]]) -> float:
-        """Wait until the receiver has room for a message; returns the seconds.
-
-        Parameters
-        ----------
-        nbytes
-            Of the message.
-        ask
-            Asks the peer for a total.
-        """
+        """Wait until the receiver has room for a message; returns the seconds. `ask` asks the peer for a total."""
         if nbytes > self._limit:
             return 0.0
         start = time.perf_counter()
@@ -81,15 +67,7 @@ class SafeSender:
 
 
 class SafeReceiver:
-    """The links of the safe path to this worker.
-
-    Parameters
-    ----------
-    gate
-        The receive budget.
-    here
-        Whether a run is on this worker.
-    """
+    """The links of the safe path to this worker."""
 
     def __init__(self, gate: ReceiveGate, here: Callable[[RunKey], bool]) -> None:
         self._gate = gate

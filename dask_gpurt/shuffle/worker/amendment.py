@@ -50,22 +50,10 @@ class Amendment:
 
     Parameters
     ----------
-    host
-        The run.
-    state
-        Amendments so far.
-    owners, counting, log
-        What an amendment changes: owners of outputs, attempts that count, and what is vouched for and retained.
-    peers
-        Sends that end with their peer.
-    resender, handover
-        Send again what was retained, and what the store has.
     void
         Called with outputs whose rows count no more.
     reopen
         Has the run take inputs again.
-    counters
-        `amendments`, `shards_resent`.
     """
 
     def __init__(
@@ -151,13 +139,7 @@ class Amendment:
     # ---- messages of the scheduler
 
     def answer(self, message: object) -> messages.Ok:
-        """Answer the scheduler. What is of another epoch than the latest changes nothing.
-
-        Parameters
-        ----------
-        message
-            One of those in `ANSWERS`.
-        """
+        """Answer one of the messages in `ANSWERS`. What is of another epoch than the latest changes nothing."""
         self._host.raise_if_closed()
         return self.ANSWERS[type(message)](self, message)
 

@@ -14,13 +14,7 @@ if TYPE_CHECKING:
 
 
 class FlushedBuffers:
-    """Send buffers of one run that were closed by a flush before an amendment. On the event loop.
-
-    Parameters
-    ----------
-    counters
-        `close_errors`.
-    """
+    """Send buffers of one run that were closed by a flush before an amendment. On the event loop."""
 
     def __init__(self, counters: ShuffleCounters) -> None:
         self._counters = counters
@@ -29,15 +23,7 @@ class FlushedBuffers:
     def reopened(
         self, buffer: seam.CommShardsBuffer, send: Callable[[str, list[Any]], Awaitable[Any]]
     ) -> seam.CommShardsBuffer:
-        """A send buffer that takes inputs: `buffer`, or a new one like it if a flush has closed that.
-
-        Parameters
-        ----------
-        buffer
-            The run's.
-        send
-            Sends batches to a worker.
-        """
+        """A send buffer that takes inputs: `buffer`, the run's, or a new one like it if a flush has closed that."""
         if seam.accepts_input(buffer):
             return buffer
         self._buffers.append(buffer)

@@ -47,25 +47,7 @@ class Move(NamedTuple):
 
 
 class Handover:
-    """Hands over outputs of one run. On the event loop.
-
-    Parameters
-    ----------
-    host
-        The run.
-    owners
-        New owners of outputs.
-    counting
-        Which moves are not void.
-    receiver
-        Has the rows.
-    resender
-        Sends them.
-    restart
-        Has the shuffle start anew, when rows are lost.
-    counters
-        `outputs_handed`.
-    """
+    """Hands over outputs of one run; `restart` has the shuffle start anew, when rows are lost. On the event loop."""
 
     def __init__(
         self,
@@ -83,17 +65,7 @@ class Handover:
         self._counters = counters
 
     async def hand_over(self, epoch: int, moves: Iterable[Move], lost: Callable[[str], bool]) -> None:
-        """Give the new owners the rows of outputs that this worker had. An error ends the run.
-
-        Parameters
-        ----------
-        epoch
-            In which the outputs were bound.
-        moves
-            Those of this worker.
-        lost
-            Whether a worker is lost.
-        """
+        """Give the new owners the rows of outputs that this worker had, bound in `epoch`. An error ends the run."""
         try:
             for part, place in moves:
                 await self._receiver.settle()

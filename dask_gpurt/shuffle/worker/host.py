@@ -1,12 +1,15 @@
-"""What the parts of a run ask of the run that they belong to; see `run.GpurtShuffleRun`."""
+"""What the parts of a run ask of the run that they belong to (`run.GpurtShuffleRun`), and how its threads are used."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import ThreadPoolExecutor
+
+    from distributed.core import ConnectionPool
 
 T = TypeVar("T")
 
@@ -21,6 +24,11 @@ class RunHost(Protocol):
     local_address: str
     #: threads of this worker
     executor: ThreadPoolExecutor
+    #: connections by worker address
+    rpc: ConnectionPool
+    RETRY_COUNT: int
+    RETRY_DELAY_MIN: float
+    RETRY_DELAY_MAX: float
     closed: bool
 
     def raise_if_closed(self) -> None:
@@ -31,3 +39,10 @@ class RunHost(Protocol):
 
     async def offload(self, function: Callable[..., T], *args: object) -> T:
         """Call a function in a thread of the worker."""
+
+
+def submit(executor: ThreadPoolExecutor, function: Callable[[], object]) -> None:
+    """Run a function in a thread of the worker, now or later; not at all if the pool is shut down."""
+    # A worker that closes with runs open has shut it down; its memory goes with the process.
+    with contextlib.suppress(RuntimeError):
+        executor.submit(function)

@@ -48,17 +48,7 @@ SAMPLED_INPUTS = 4
 
 
 class KeyCollector:
-    """The keys of the inputs of one side that were split here. `add` and `bits` in any thread.
-
-    Parameters
-    ----------
-    columns
-        The key columns.
-    meta
-        Empty input partition of the side.
-    counters
-        `join_keys`, `join_seconds`, `join_given_up`.
-    """
+    """The keys of the inputs of one side that were split here. `add` and `bits` in any thread."""
 
     def __init__(self, columns: Sequence[Any], meta: pd.DataFrame, counters: ShuffleCounters) -> None:
         self._columns, self._meta, self._counters = columns, meta, counters
@@ -147,17 +137,7 @@ class KeyCollector:
 
 
 class RowFilter:
-    """Drops rows of one side that cannot match. `keep` and `note` in any thread.
-
-    Parameters
-    ----------
-    columns
-        The key columns.
-    meta
-        Empty input partition of the side.
-    counters
-        `join_filters`, `join_rows_in`, `join_rows_dropped`, `join_bytes_dropped`, `join_seconds`, `join_given_up`.
-    """
+    """Drops rows of one side that cannot match. `keep` and `note` in any thread."""
 
     def __init__(self, columns: Sequence[Any], meta: pd.DataFrame, counters: ShuffleCounters) -> None:
         self._columns, self._meta, self._counters = columns, meta, counters
@@ -267,15 +247,7 @@ def _as_meta(data: pd.DataFrame, meta: pd.DataFrame, columns: Sequence[Any]) -> 
 
 
 class JoinRows:
-    """What one run does with the keys of a join: nothing, unless it is a side of one.
-
-    Parameters
-    ----------
-    side
-        None: it is not.
-    meta
-        Empty input partition.
-    """
+    """What one run does with the keys of a join: nothing, unless it is a side of one."""
 
     def __init__(self, side: JoinSide | None, meta: Any, counters: ShuffleCounters) -> None:
         self._collector = KeyCollector(side.columns, meta, counters) if side is not None and side.builds else None
@@ -295,15 +267,7 @@ class JoinRows:
             self._collector.add(partition, data)
 
     async def answer(self, message: object, offload: Callable[..., Awaitable[Any]]) -> messages.Ok:
-        """Answer the scheduler.
-
-        Parameters
-        ----------
-        message
-            One of those in `ANSWERS`.
-        offload
-            Calls a function in a thread.
-        """
+        """Answer one of the messages in `ANSWERS`; `offload` calls a function in a thread."""
         return await self.ANSWERS[type(message)](self, message, offload)
 
     async def _on_keys(self, message: messages.AskJoinKeys, offload: Callable[..., Awaitable[Any]]) -> messages.Ok:

@@ -72,15 +72,7 @@ def groups(parcels: Sequence[Parcel], limit_bytes: int) -> Iterator[list[Parcel]
 
 
 class Message:
-    """The frames of one message.
-
-    Parameters
-    ----------
-    frames
-        As `rows.wire.pack` makes them; distributed's comms take those of host memory alone.
-    sender
-        Address of the worker that made it.
-    """
+    """The frames of one message, as `rows.wire.pack` makes them, and the address of the worker that made it."""
 
     def __init__(self, frames: Sequence[Buffer], sender: str = "") -> None:
         self.frames = list(frames)

@@ -26,7 +26,7 @@ from dask_gpurt.errors import LostData
 from dask_gpurt.memory.malloc import heap
 from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.rows.slices import Slice
-from dask_gpurt.shuffle.worker.executor import submit
+from dask_gpurt.shuffle.worker.host import RunHost, submit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from dask_gpurt.shuffle.protocol.recovery import Counting, Validity
     from dask_gpurt.shuffle.rows.kinds import RowKind
     from dask_gpurt.shuffle.rows.slices import Piece
-    from dask_gpurt.shuffle.worker.host import RunHost
     from dask_gpurt.shuffle.worker.owners import Owners
     from dask_gpurt.shuffle.worker.receiver import Receiver
     from dask_gpurt.shuffle.worker.scheduler_calls import SchedulerCalls
@@ -57,26 +56,12 @@ class OutputBuilder:
 
     Parameters
     ----------
-    host
-        The run.
     sync
         Calls a coroutine function, with arguments, on the event loop and waits for it.
-    rows
-        Assembles.
-    owners
-        Where outputs belong.
-    counting
-        Which attempts count for which output.
-    receiver
-        Has the rows.
-    scheduler
-        Moves tasks, opens outputs again, restarts the shuffle.
     lost
         Addresses of the workers that were lost; the caller keeps the set up to date.
     made_all
         Called with True when this worker has made all of its outputs, and with False when some became void.
-    counters
-        `outputs`, `restarts`, and the seconds of assembling.
     """
 
     def __init__(

@@ -15,8 +15,6 @@ class Owners:
 
     Parameters
     ----------
-    local_address
-        Of this worker.
     worker_for
         Output -> owner; those of one worker in the order in which it makes them.
     opened

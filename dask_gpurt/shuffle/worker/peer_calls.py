@@ -10,17 +10,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.shuffle import seam
-from dask_gpurt.shuffle.worker.host import RunHost
 from dask_gpurt.shuffle.worker.message import Message, as_is
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable
     from collections.abc import Set as AbstractSet
 
-    from distributed.core import ConnectionPool
+    from dask_gpurt.shuffle.worker.host import RunHost
 
 #: seconds that a failed send waits for the news that its peer is lost
 NEWS_SECONDS = 30.0
@@ -34,28 +33,10 @@ AGAIN_SECONDS = 0.1
 Answer = dict[str, Any]
 
 
-class CallingHost(RunHost, Protocol):
-    """A run with what distributed gives it for calls."""
-
-    #: connections by worker address
-    rpc: ConnectionPool
-    RETRY_COUNT: int
-    RETRY_DELAY_MIN: float
-    RETRY_DELAY_MAX: float
-
-
 class PeerCalls:
-    """Calls to the peers of one run. All on the event loop.
+    """Calls to the peers of one run; the caller keeps the set of lost workers up to date. All on the event loop."""
 
-    Parameters
-    ----------
-    host
-        The run.
-    lost
-        Addresses of lost workers; the caller keeps the set up to date.
-    """
-
-    def __init__(self, host: CallingHost, lost: AbstractSet[str]) -> None:
+    def __init__(self, host: RunHost, lost: AbstractSet[str]) -> None:
         self._host = host
         self._lost = lost
         #: peer -> done when it is lost

@@ -29,15 +29,7 @@ class PhaseError(seam.P2PConsistencyError):
 
 @contextlib.contextmanager
 def phase(host: RunHost, name: str, what: str = "") -> Iterator[None]:
-    """Raise errors as a `PhaseError` with their text; those that are answers to Dask pass.
-
-    Parameters
-    ----------
-    name
-        Of the phase, as Dask calls it: transfer, barrier or unpack.
-    what
-        The partition.
-    """
+    """Raise errors as a `PhaseError` with text, phase (as Dask calls it) and partition; answers to Dask pass."""
     try:
         yield
     except (seam.Reschedule, seam.P2PConsistencyError):

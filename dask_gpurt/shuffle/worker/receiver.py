@@ -18,7 +18,7 @@ import asyncio
 import functools
 import time
 import traceback
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import LostData, WireError
 from dask_gpurt.memory.malloc import heap
@@ -27,7 +27,7 @@ from dask_gpurt.shuffle.protocol.recovery import numbered, origin
 from dask_gpurt.shuffle.rows import wire
 from dask_gpurt.shuffle.rows.partition import SHARD_BYTES
 from dask_gpurt.shuffle.transport.link import records
-from dask_gpurt.shuffle.worker.executor import submit
+from dask_gpurt.shuffle.worker.host import RunHost, submit
 from dask_gpurt.shuffle.worker.message import Message
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from dask_gpurt.shuffle.rows.partition import Shard
     from dask_gpurt.shuffle.rows.slices import Piece
     from dask_gpurt.shuffle.transport.link.records import RunKey
-    from dask_gpurt.shuffle.worker.host import RunHost
+    from dask_gpurt.shuffle.transport.plane import Plane
 
 #: messages of this many bytes or more are checked in a thread
 OFFLOAD_BYTES = 1 << 18
@@ -51,35 +51,15 @@ OFFLOAD_HEAD_BYTES = 1 << 15
 MERGE_BYTES = 1 << 23
 
 
-class CreditBook(Protocol):
-    """Credit of messages that come by distributed's comms; see `transport.plane.Plane`."""
-
-    def arrive(self, key: RunKey, sender: str, nbytes: int) -> Callable[[], None]:
-        """A message came; returns what to call when it is stored."""
-
-    def granted(self, key: RunKey, sender: str) -> int:
-        """Bytes that a sender may have sent, in all."""
-
-
 class Receiver:
     """Receives for one run. All on the event loop, but `unpack`.
 
     Parameters
     ----------
-    host
-        The run.
-    key
-        Of the run, on the plane.
-    store
-        Where shards wait for their outputs.
-    rows
-        Merges shards and makes chunks of them.
     credit
         Whom to tell of messages by distributed's comms.
     restart
         Has the shuffle start anew.
-    counters
-        What was received and stored.
     """
 
     def __init__(
@@ -89,7 +69,7 @@ class Receiver:
         key: RunKey,
         store: ShardStore,
         rows: RowKind,
-        credit: CreditBook,
+        credit: Plane,
         restart: Callable[[], Awaitable[None]],
         counters: ShuffleCounters,
     ) -> None:

@@ -39,21 +39,7 @@ class Routed(NamedTuple):
 
 
 class Resender:
-    """Sends rows of one run again. All on the event loop, but for the encoding.
-
-    Parameters
-    ----------
-    host
-        The run.
-    owners
-        New owners of outputs.
-    log
-        What was retained, and who is lost.
-    sender
-        Takes the parcels.
-    rows
-        Copies and encodes.
-    """
+    """Sends rows of one run again. All on the event loop, but for the encoding."""
 
     def __init__(self, host: RunHost, *, owners: Owners, log: SendLog[Shard], sender: Sender, rows: RowKind) -> None:
         self._host, self._owners, self._log, self._sender = host, owners, log, sender

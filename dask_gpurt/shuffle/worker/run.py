@@ -42,9 +42,9 @@ from dask_gpurt.shuffle.transport.link.records import RunKey
 from dask_gpurt.shuffle.transport.plane import QUESTIONS
 from dask_gpurt.shuffle.worker import retained
 from dask_gpurt.shuffle.worker.amendment import Amendment
-from dask_gpurt.shuffle.worker.executor import submit
 from dask_gpurt.shuffle.worker.flushed_buffers import FlushedBuffers
 from dask_gpurt.shuffle.worker.handover import Handover
+from dask_gpurt.shuffle.worker.host import submit
 from dask_gpurt.shuffle.worker.join_filter import JoinRows
 from dask_gpurt.shuffle.worker.output_builder import OutputBuilder
 from dask_gpurt.shuffle.worker.owners import Owners
@@ -78,24 +78,10 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
     ----------
     worker_for
         Output -> owner; those of one worker in the order in which it makes them.
-    rows
-        What it does with partitions.
-    store
-        Where received shards wait for their outputs.
-    counters
-        What this worker's runs count.
-    plane
-        How messages travel to other workers.
     secret
         What proves to others that a worker takes part in this run.
     memory_limit
         Of the worker, bytes; None: it has none.
-    state
-        Amendments so far; None: none.
-    join
-        The join that it is a side of; None: none.
-    budget
-        For what the runs of this worker retain; None: they retain nothing.
     kwargs
         Those of distributed's `DataFrameShuffleRun`, `disk` excepted.
     """
@@ -111,17 +97,17 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         counters: ShuffleCounters,
         plane: Plane,
         secret: bytes,
-        memory_limit: int | None = None,
-        state: State | None = None,
-        join: JoinSide | None = None,
-        budget: RetainBudget | None = None,
+        memory_limit: int | None,
+        state: State,
+        join: JoinSide | None,
+        budget: RetainBudget,
         **kwargs: Any,
     ) -> None:
         super().__init__(worker_for=worker_for, disk=False, **kwargs)
         self._counters, self._plane, self._rows = counters, plane, rows
         self._key = RunKey(wire.run_tag(self.id), self.run_id)
         self._join = JoinRows(join, self.meta, counters)
-        self._make_parts(worker_for, store, state or State(), budget or RetainBudget(0))
+        self._make_parts(worker_for, store, state, budget)
         #: set before `closed` is, which inherited `close` sets last
         self._closing = False
         retained.begin(self._log, self._loop)
@@ -322,7 +308,7 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
                 return await self._plane.answer(self._key, data)
             message = messages.parse(data)
             if isinstance(message, messages.AskHistogram):
-                return self._splitter.histogram.answer(self._sender.rate.best).to_dict()
+                return self._splitter.histogram.answer(self._sender.fastest).to_dict()
             if isinstance(message, messages.Flush):
                 if message.epoch >= self._log.epoch:
                     await self.inputs_done()

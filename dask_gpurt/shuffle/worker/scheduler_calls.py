@@ -24,17 +24,7 @@ class _Scheduler(Protocol):
 
 
 class SchedulerCalls:
-    """Calls of one run to the scheduler. All on the event loop.
-
-    Parameters
-    ----------
-    scheduler
-        Its handlers.
-    shuffle_id, run_id
-        Of the run.
-    counters
-        `restarts_refused`.
-    """
+    """Calls of one run to the scheduler. All on the event loop."""
 
     def __init__(self, scheduler: _Scheduler, shuffle_id: str, run_id: int, counters: ShuffleCounters) -> None:
         self._scheduler = scheduler

@@ -64,10 +64,6 @@ class SendLog(Generic[S]):
         inputs.
     parted
         Divides a shard into (rows of some outputs, the rest); called only when outputs are void or bound late.
-    epoch
-        Of the latest amendment.
-    lost
-        Addresses of the workers that were lost so far.
     """
 
     def __init__(
@@ -99,22 +95,8 @@ class SendLog(Generic[S]):
     ) -> None:
         """Enter an input that was split.
 
-        Parameters
-        ----------
-        partition
-            Its number.
-        key
-            Of the task that split it.
-        attempt
-            Epoch in which it was split.
-        sent
-            (address, shard) for other workers.
-        nbytes
-            Bytes of these shards.
-        own
-            Shards of this worker itself.
-        own_nbytes
-            Bytes of these.
+        `sent` are (address, shard) for other workers, `own` shards of this worker itself; each with its bytes. `key` is
+        that of the task, `attempt` the epoch in which it was split.
         """
         self._forget(partition)
         entry = _Input(key, attempt, sent, nbytes, list(own), own_nbytes, {address for address, _ in sent})
@@ -154,10 +136,6 @@ class SendLog(Generic[S]):
 
         Parameters
         ----------
-        epoch
-            Number of the amendment.
-        lost
-            Addresses of lost workers.
         void
             Outputs all of whose rows are sent again.
         owners
@@ -199,17 +177,7 @@ class SendLog(Generic[S]):
         return self._parted(shard, parts) if self._parted is not None and parts else ([], [shard])
 
     def bound(self, parts: Collection[int], source: str, target: str, own: bool) -> None:
-        """Enter outputs that one worker hands over to another.
-
-        Parameters
-        ----------
-        parts
-            The outputs.
-        source, target
-            Addresses of the old and the new owner.
-        own
-            Whether this worker is the source.
-        """
+        """Enter outputs that `source` hands over to `target`; `own`: this worker is the source."""
         for entry in self._inputs.values():
             if own:
                 entry.others.add(target)
@@ -236,19 +204,7 @@ class SendLog(Generic[S]):
         return [*((address, one) for one in rest), *((target, one) for one in mine)]
 
     def rerouted(self, partition: int, address: str, shard: S, own: bool) -> None:
-        """Enter where a shard that `amend` returned belongs now.
-
-        Parameters
-        ----------
-        partition
-            Its input.
-        address
-            Of its new owner.
-        shard
-            Its rows.
-        own
-            Whether this worker is the new owner.
-        """
+        """Enter where a shard that `amend` returned belongs now; `own`: to this worker."""
         entry = self._inputs[partition]
         if own:
             if entry.own is not None:

@@ -16,7 +16,7 @@ import functools
 import itertools
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dask_gpurt.errors import WireError
 from dask_gpurt.model.slots import NETWORK, waiting
@@ -44,25 +44,8 @@ STAGED_GROUPS = 16
 PACKED_BUFFERS = 2048
 #: times a message is sent again after the peer refused it
 RESENDS = 3
-
-
-class MessageRate:
-    """Bytes per second of the fastest large message so far; 0: there was none.
-
-    Not the bytes of all messages by the time in which any was under way: that counts what else the workers were busy
-    with, and was a tenth of what moving an output then took.
-    """
-
-    #: bytes of a message that counts
-    LEAST_BYTES = 1 << 18
-
-    def __init__(self) -> None:
-        self.best = 0.0
-
-    def sent(self, nbytes: int, seconds: float) -> None:
-        """Enter a message."""
-        if nbytes >= self.LEAST_BYTES and seconds > 0:
-            self.best = max(self.best, nbytes / seconds)
+#: bytes of a message that shows how fast messages are
+RATED_BYTES = 1 << 18
 
 
 class Sender:
@@ -70,22 +53,12 @@ class Sender:
 
     Parameters
     ----------
-    host
-        The run.
-    key
-        Of the run, on the plane.
     plane
         How messages travel; its budget for unsent bytes is what staged parcels are charged to.
-    owners
-        Its layout says which outputs are neighbours.
-    peers
-        Calls by distributed's comms, the path that is always there.
     write
         Hands batches by address to distributed's send buffer; waits while the budget for unsent bytes is used up.
     keep
         Stores the shards (of so many bytes) that this worker has for itself.
-    counters
-        What was sent.
     """
 
     def __init__(
@@ -120,7 +93,10 @@ class Sender:
         #: the run closes
         self._over = False
         self._sequence = itertools.count(1)
-        self.rate = MessageRate()
+        #: bytes per second of the fastest large message so far; 0: there was none. Not the bytes of all messages by the
+        #: time in which any was under way: that counts what else the workers were busy with, and was a tenth of what
+        #: moving an output then took
+        self.fastest = 0.0
 
     async def stage(self, parcels: Mapping[str, Sequence[Parcel]], own: list[Shard]) -> None:
         """Have parcels sent, by address, and store what this worker has for itself."""
@@ -231,10 +207,12 @@ class Sender:
                 message = await self._host.offload(self._message, parcels, frozenset(known))
             began = time.perf_counter()
             response: Answer = await self._plane.send(
-                *(self, self._key, address, message.frames),
+                *(self._peers.call, self._key, address, message.frames),
                 functools.partial(self._by_comms, address, message, parcels, known),
             )
-            self.rate.sent(message.nbytes, time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            if message.nbytes >= RATED_BYTES and seconds > 0:
+                self.fastest = max(self.fastest, message.nbytes / seconds)
             refused = response.get("gpurt-refused")
             self._counters.add(messages_sent=1, bytes_sent=message.nbytes)
             if refused is None:
@@ -268,9 +246,6 @@ class Sender:
     async def direct(self, addresses: Collection[str]) -> set[str]:
         """Of some workers, those that take rows in device memory; asks them, the first time."""
         others = [a for a in addresses if a != self._host.local_address]
-        await asyncio.gather(*(self._peers.unless_lost(a, self._plane.meet(self, self._key, a)) for a in others))
-        return {a for a in others if self._plane.takes_device(self._key, a)}
-
-    async def ask(self, address: str, question: dict[str, Any]) -> Answer:
-        """Ask a peer's run something by distributed's comms; see `transport.plane.Plane.answer`."""
-        return await self._peers.call(address, question)
+        peers, plane, key = self._peers, self._plane, self._key
+        await asyncio.gather(*(peers.unless_lost(a, plane.meet(peers.call, key, a)) for a in others))
+        return {a for a in others if plane.takes_device(key, a)}

@@ -35,15 +35,6 @@ class MemoryShardStore:
         #: runs that ended, and so take no more chunks
         self._dropped: dict[Hashable, None] = {}
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the chunks held; a chunk counts in full until its last part is taken."""
-        return sum(chunk.nbytes for chunks in self._chunks.values() for chunk in chunks.values())
-
-    def __len__(self) -> int:
-        """Chunks held."""
-        return sum(map(len, self._chunks.values()))
-
     async def put(self, run: Hashable, chunk_id: Hashable, chunk: Chunk) -> bool:
         """Keep a chunk; False when its id is there already or its run was dropped."""
         if run in self._dropped:

@@ -44,22 +44,8 @@ class Splitter:
 
     Parameters
     ----------
-    host
-        The run.
-    owners
-        The layout to split by.
-    log
-        The epoch that the layout is of.
-    column
-        Name of the column of output ids.
-    rows
-        Splits and encodes.
-    join
-        What it does with the keys of a join.
     direct
         Says which of some workers take rows in device memory; called for partitions that lie there.
-    counters
-        `inputs`, `skew_unknown`, `values_pickled` and the seconds of both steps.
     """
 
     def __init__(

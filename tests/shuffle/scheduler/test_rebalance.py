@@ -18,7 +18,7 @@ from distributed.shuffle._shuffle import DataFrameShuffleSpec
 from distributed.utils_test import gen_cluster
 
 from dask_gpurt.config import ShuffleSettings
-from dask_gpurt.shuffle import MemoryShardStore, worker_statistics
+from dask_gpurt.shuffle.counters import worker_statistics
 from dask_gpurt.shuffle.protocol import rebalance_plan
 from dask_gpurt.shuffle.protocol.rebalance_plan import Output
 from dask_gpurt.shuffle.scheduler import barrier_hold, rebalance
@@ -30,6 +30,7 @@ from dask_gpurt.shuffle.worker.resend import Resender
 from dask_gpurt.shuffle.worker.run import GpurtShuffleRun
 from dask_gpurt.shuffle.worker.scheduler_calls import SchedulerCalls
 from dask_gpurt.shuffle.worker.sender import Sender
+from dask_gpurt.shuffle.worker.shard_stores import MemoryShardStore
 from tests.shuffle.helpers import NastyStore, ordered, taken_over, until, whole
 
 pytestmark = pytest.mark.cluster

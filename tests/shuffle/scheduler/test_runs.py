@@ -12,6 +12,7 @@ from dask_gpurt.shuffle.protocol.recovery import State, Validity
 from dask_gpurt.shuffle.scheduler import runs as runs_module
 from dask_gpurt.shuffle.scheduler.phases import TRANSITIONS, InvalidTransition, Phase, RunEvent
 from dask_gpurt.shuffle.scheduler.runs import RunRecord, Runs
+from tests.shuffle.invariants import check_record, check_runs
 
 
 def run(run_id: int = 1, name: str = "x") -> Any:
@@ -62,7 +63,7 @@ def test_validate_finds_what_does_not_agree(phase, state):
     record = RunRecord(run(), phase=phase)
     record.run.run_spec.spec.state = state
     with pytest.raises(AssertionError):
-        record.validate()
+        check_record(record)
 
 
 def test_a_change_between_a_look_and_the_wait_is_not_missed(monkeypatch):
@@ -137,14 +138,14 @@ def test_a_run_that_dask_dropped_has_ended(monkeypatch):
     (record,) = runs.all()
     assert runs.get("left") is record is runs.of_run("left", 1)
     assert runs.of_run("left", 2) is None
-    runs.validate()
+    check_runs(runs)
     active["left"] = run(2, "left")
     assert not runs.current(record)
     with pytest.raises(AssertionError):
-        runs.validate()
+        check_runs(runs)
     assert runs.get("left") is not record
     assert record.phase is Phase.ENDED
-    runs.validate()
+    check_runs(runs)
     assert runs.get("right") is None
 
 

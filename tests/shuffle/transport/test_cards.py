@@ -6,8 +6,7 @@ import msgpack
 import pytest
 
 from dask_gpurt.errors import WireError
-from dask_gpurt.shuffle.protocol.messages import KIND
-from dask_gpurt.shuffle.transport.cards import AskCard, AskCredit, Card
+from dask_gpurt.shuffle.protocol.messages import KIND, AskCard, AskCredit, Card
 from dask_gpurt.shuffle.transport.peers import LinkTable
 from dask_gpurt.shuffle.transport.plane import QUESTIONS
 

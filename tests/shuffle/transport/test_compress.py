@@ -13,17 +13,17 @@ from dask_gpurt._version import __version__
 from dask_gpurt.config import Settings, ShuffleSettings
 from dask_gpurt.errors import ConfigError, CorruptData, WireError
 from dask_gpurt.model import compression
-from dask_gpurt.shuffle import worker_statistics
+from dask_gpurt.shuffle.counters import worker_statistics
 from dask_gpurt.shuffle.probe import probe
 from dask_gpurt.shuffle.transport import plane
 from dask_gpurt.shuffle.transport.base import Header
 from dask_gpurt.shuffle.transport.link import records
 from dask_gpurt.shuffle.transport.link.records import RecordKind
-from dask_gpurt.shuffle.transport.select import bandwidth, compress
+from dask_gpurt.shuffle.transport.select import compress, selector
 from dask_gpurt.shuffle.transport.select.compress import Squeezer, expanded
 from dask_gpurt.shuffle.transport.select.selector import Locality, TransportChooser
-from dask_gpurt.shuffle.transport.tcp.transport import TcpTransport
-from tests.shuffle.helpers import ordered, source, taken_over, whole
+from tests.shuffle.helpers import ordered, source, spoil_arrivals, taken_over, whole
+from tests.shuffle.invariants import check_books
 from tests.shuffle.transport.memory_network import MemoryNetwork, Weather
 from tests.shuffle.transport.test_link import RUN, SECRET, Worker
 
@@ -45,8 +45,8 @@ def squeezer(setting: str = "auto") -> tuple[Squeezer, dict[str, float]]:
     return Squeezer(setting, counted.update), counted
 
 
-def pace_of(bytes_per_second: float) -> bandwidth.LinkBandwidth:
-    some = bandwidth.LinkBandwidth()
+def pace_of(bytes_per_second: float) -> selector.LinkBandwidth:
+    some = selector.LinkBandwidth()
     some.best = bytes_per_second
     return some
 
@@ -167,16 +167,16 @@ def test_settings():
 
 
 def test_the_fastest_stretch_counts():
-    some, now = bandwidth.LinkBandwidth(), 0.0
+    some, now = selector.LinkBandwidth(), 0.0
 
     def send(bytes_per_second: float, stored: bool = True) -> None:
         nonlocal now
         now += 10.0  # nothing was under way
         for _ in range(2):  # two at a time share the link
-            some.began(bandwidth.STRETCH, now)
-        now += 2 * bandwidth.STRETCH / bytes_per_second
+            some.began(selector.STRETCH, now)
+        now += 2 * selector.STRETCH / bytes_per_second
         for _ in range(2):
-            some.ended(bandwidth.STRETCH, now, stored)
+            some.ended(selector.STRETCH, now, stored)
 
     send(1e8, stored=False)
     assert some.best == 0
@@ -211,7 +211,7 @@ def test_room_is_credit():
     # Never more than four of them at a time: so many fit the budget.
     assert b.gate.message_limit <= told["peak_held_bytes"] <= told["budget_bytes"]
     assert len(b.stored) == 40
-    b.gate._arbiter.validate()
+    check_books(b.gate._arbiter)
 
 
 def compressible(i: int) -> pd.DataFrame:
@@ -233,7 +233,7 @@ def test_shuffles_between_hosts(codec, transport, monkeypatch):
         pytest.importorskip("ucxx")
     monkeypatch.setattr(plane, "locality_of", lambda ours, theirs: Locality.REMOTE)
     monkeypatch.setattr(
-        bandwidth.LinkBandwidth, "best", property(lambda self: 20e6, lambda self, value: None), raising=False
+        selector.LinkBandwidth, "best", property(lambda self: 20e6, lambda self, value: None), raising=False
     )
 
     @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2, timeout=120)
@@ -299,13 +299,13 @@ def test_what_is_spoiled_on_the_way_is_sent_again(monkeypatch):
     monkeypatch.setattr(plane, "locality_of", lambda ours, theirs: Locality.REMOTE)
     spoiled = []
 
-    def arrived(self, record, body):
+    def spoil(record, body):
         if record.kind is RecordKind.DATA and record.value:
             spoiled.append(record.sequence)
             body[record.length - 200] ^= 4  # in the last frame
         return record, body
 
-    monkeypatch.setattr(TcpTransport, "arrived", arrived)
+    spoil_arrivals(monkeypatch, spoil)
 
     @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2, timeout=120)
     async def check(c, s, a, b):

@@ -18,6 +18,7 @@ from dask_gpurt.shuffle.transport.link.receiver import ReceiverLink
 from dask_gpurt.shuffle.transport.link.records import LinkRecord, RecordKind, RunKey
 from dask_gpurt.shuffle.transport.link.sender import SenderLink
 from tests.shuffle.helpers import receipt_of
+from tests.shuffle.invariants import check_books
 from tests.shuffle.transport.memory_network import MemoryNetwork, MemoryTransport, Weather
 
 RUN = RunKey(7, 1)
@@ -53,7 +54,7 @@ class Worker:
             return
 
         def store() -> None:
-            self.gate._arbiter.validate()
+            check_books(self.gate._arbiter)
             self.stored.append((sender, text[8:]))
             done("")
 
@@ -99,7 +100,7 @@ def test_every_message_ends_once_and_none_is_wrong(seed, weather, senders, sizes
     if cut:
         net.later(0.5, lambda: net.cut.add(frozenset(("hub", "w0"))))
     net.run(120)
-    hub.gate._arbiter.validate()
+    check_books(hub.gate._arbiter)
     assert hub.gate.statistics()["peak_reserved_bytes"] <= budget
     assert hub.gate.statistics()["held_bytes"] == 0
     for sender, body, future in receipts:
@@ -242,7 +243,6 @@ def test_a_copy_is_answered_as_the_first_one_was():
     assert r.receive(record, memoryview(body), 0.0, fresh=False) == []  # not stored yet
     (answer,) = r.stored(1)
     assert r.receive(record, memoryview(body), 0.0, fresh=False) == [answer]
-    assert r.copies == 2
 
 
 @pytest.mark.parametrize(
@@ -312,17 +312,17 @@ def test_the_books_of_the_receive_budget(budget, steps):
         elif what == "close":
             a.close(link)
             opened.discard(link)
-        a.validate()
+        check_books(a)
         for granted, total in a.grants().items():
             assert total > told.get(granted, 0) or granted not in opened
             told[granted] = total
-        a.validate()
+        check_books(a)
     for link, sizes in held.items():
         for n in sizes:
             a.stored(link, n)
     for link in range(4):
         a.close(link)
-    a.validate()
+    check_books(a)
     assert a.reserved == a.held == 0
 
 

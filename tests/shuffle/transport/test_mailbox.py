@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from dask_gpurt.config import ShuffleSettings
+from dask_gpurt.shuffle.protocol.messages import Card
 from dask_gpurt.shuffle.transport.base import Header, Receipt
-from dask_gpurt.shuffle.transport.cards import Card
 from dask_gpurt.shuffle.transport.ioloop import IoLoop
 from dask_gpurt.shuffle.transport.link.events import Deliver, Instruction, Send
 from dask_gpurt.shuffle.transport.link.records import RunKey
@@ -321,7 +321,8 @@ def test_every_message_that_began_ends_for_the_choice(end):
                 raise OSError("gone")
             return {"status": "OK"}
 
-        task = asyncio.create_task(plane.send(run, KEY, "peer", [b"text"], safe))
+        nothing: Any = None
+        task = asyncio.create_task(plane.send(nothing, KEY, "peer", [b"text"], safe))
         await asyncio.sleep(0)
         if end == "safe fails":
             with pytest.raises(OSError, match="gone"):
@@ -356,7 +357,6 @@ def test_a_run_that_leaves_with_sends_under_way(when):
             await asyncio.sleep(0)
             return card if "process" in question else {"status": "OK"}
 
-        run.ask = ask
         plane.join(run, KEY, bytes(16))
         submitted: list[Any] = []
         plane.transports._open["tcp"] = Ways(submitted, cut=True)  # type: ignore[assignment]
@@ -364,7 +364,7 @@ def test_a_run_that_leaves_with_sends_under_way(when):
         async def safe() -> Any:
             return {"status": "OK"}
 
-        task = asyncio.create_task(plane.send(run, KEY, "peer", [b"text"], safe))
+        task = asyncio.create_task(plane.send(ask, KEY, "peer", [b"text"], safe))
         if when == "under way":
             for _ in range(10):
                 await asyncio.sleep(0)

@@ -12,6 +12,7 @@ from dask_gpurt.shuffle.transport import rpc_credit
 from dask_gpurt.shuffle.transport.base import ReceiveGate
 from dask_gpurt.shuffle.transport.link.credits import Arbiter
 from dask_gpurt.shuffle.transport.link.records import RunKey
+from tests.shuffle.invariants import check_books
 
 KEY = RunKey(1, 1)
 MiB = 1 << 20
@@ -58,7 +59,7 @@ def test_a_message_without_credit_leaves_the_budget_whole(monkeypatch):
         me, you = Peer(receiver, gate, "me"), Peer(receiver, gate, "you")
         for _ in range(8):
             assert await me.send(16 * MiB) is None
-            gate._arbiter.validate()
+            check_books(gate._arbiter)
         gate.stored("other", held)
         gate.close("other")
         monkeypatch.setattr(rpc_credit, "WANT_SECONDS", 600.0)
@@ -66,7 +67,7 @@ def test_a_message_without_credit_leaves_the_budget_whole(monkeypatch):
             stored = await peer.send(16 * MiB)
             assert stored is not None
             stored()
-            gate._arbiter.validate()
+            check_books(gate._arbiter)
         told = gate.statistics()
         assert told["held_bytes"] == 0
         assert told["reserved_bytes"] <= told["budget_bytes"] // 2  # windows alone
@@ -92,7 +93,7 @@ def test_a_message_over_the_limit_uses_nobodys_credit():
             stored = await me.send(16 * MiB)
             assert stored is not None
             stored()
-        gate._arbiter.validate()
+        check_books(gate._arbiter)
 
     asyncio.run(main())
 
@@ -109,7 +110,7 @@ def test_a_run_that_leaves_while_its_peer_asks():
         runs.clear()
         receiver.forget(KEY)
         assert await asked == {"status": "OK", "granted": 0}
-        gate._arbiter.validate()
+        check_books(gate._arbiter)
         assert gate.statistics()["reserved_bytes"] == 0
 
     asyncio.run(main())
@@ -137,12 +138,12 @@ def test_books_add_up_whatever_comes_without_credit(seed):
         elif held:
             arbiter.stored(*held.pop(r.randrange(len(held))))
         arbiter.grants()
-        arbiter.validate()
+        check_books(arbiter)
         for name, total in sent.items():
             assert arbiter._accounts[name].arrived == total
     for one in held:
         arbiter.stored(*one)
     for link in sent:
         arbiter.close(link)
-    arbiter.validate()
+    check_books(arbiter)
     assert arbiter.reserved == 0

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 from distributed.utils_test import gen_cluster
 
-from dask_gpurt.shuffle import worker_statistics
+from dask_gpurt.shuffle.counters import worker_statistics
 from dask_gpurt.shuffle.transport import registry
 from dask_gpurt.shuffle.transport.base import Header, Peer, TransportUnavailable
 from dask_gpurt.shuffle.transport.link import events as lk
 from dask_gpurt.shuffle.transport.link import records
 from dask_gpurt.shuffle.transport.link.records import LinkRecord, RecordKind
-from dask_gpurt.shuffle.transport.tcp import tls
+from dask_gpurt.shuffle.transport.tcp import cma, tls
 from tests.shuffle.helpers import left, receipt_of, source, taken_over
 
 from .certificates import DAY, Authority
@@ -207,10 +207,10 @@ def test_a_receiver_without_tls_is_given_up(nodes, said):  # noqa: F811
         ),
     ],
 )
-def test_versions_and_ciphers_are_the_clusters(nodes, authority, wants, version, cipher):  # noqa: F811
+def test_versions_and_ciphers_are_the_clusters(nodes, authority, wants, version, cipher, monkeypatch):  # noqa: F811
     security = authority.member(**wants)
     a, b = nodes("tls", "a", security=security), nodes("tls", "b", security=security, budget=64 << 20)
-    b.transport.pulls.allowed = False
+    monkeypatch.setattr(cma, "accept", lambda body: 0)
     sent = [message(i, n) for i, n in enumerate([2, 16_384, (1 << 23) + 1])]
     assert send_all(a, b.peer_for("a"), sent) == [""] * 3
     assert sorted(b.received) == sorted(m[1] for m in sent)
@@ -328,10 +328,10 @@ def test_what_is_changed_on_the_wire_is_never_delivered(nodes):  # noqa: F811
     wire.close()
 
 
-def test_many_links_share_the_threads(nodes):  # noqa: F811
+def test_many_links_share_the_threads(nodes, monkeypatch):  # noqa: F811
     """Several senders at a time, long and short messages; each byte arrives once."""
     hub = nodes("tls", "hub", budget=1 << 26)
-    hub.transport.pulls.allowed = False
+    monkeypatch.setattr(cma, "accept", lambda body: 0)
     senders = [nodes("tls", f"s{i}") for i in range(5)]
     peers = {s.address: hub.peer_for(s.address) for s in senders}
     sent = [(s, message(100 * j + i, n)) for j, s in enumerate(senders) for i, n in enumerate([5, 70_000, 2_000_000])]

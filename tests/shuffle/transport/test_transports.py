@@ -25,15 +25,16 @@ from distributed.utils_test import gen_cluster
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.errors import WireError
 from dask_gpurt.memory.pages import Pages, system
-from dask_gpurt.shuffle import MemoryShardStore, worker_statistics
-from dask_gpurt.shuffle.transport import plane, quiet_log, registry
+from dask_gpurt.shuffle.counters import worker_statistics
+from dask_gpurt.shuffle.transport import link_ends, plane, registry
 from dask_gpurt.shuffle.transport.base import Header, Peer, ReceiveGate, Services
 from dask_gpurt.shuffle.transport.link import events as lk
 from dask_gpurt.shuffle.transport.link import records
 from dask_gpurt.shuffle.transport.link.records import LinkRecord, RecordKind, RunKey
 from dask_gpurt.shuffle.transport.tcp import cma, connection, listener
 from dask_gpurt.shuffle.transport.tcp.transport import TcpTransport
-from tests.shuffle.helpers import left, mixed, ordered, receipt_of, source, taken_over, until, whole
+from dask_gpurt.shuffle.worker.shard_stores import MemoryShardStore
+from tests.shuffle.helpers import left, mixed, ordered, receipt_of, source, spoil_arrivals, taken_over, until, whole
 
 TWO: dict[str, Any] = {"client": True, "nthreads": [("127.0.0.1", 1)] * 2, "timeout": 120}
 RUN, SECRET = RunKey(7, 1), bytes(range(16))
@@ -162,9 +163,10 @@ def test_messages_of_all_sizes_arrive(nodes, kind):
 
 @pytest.mark.parametrize("kind", ["tcp", "tls"])
 @pytest.mark.parametrize("pulls", [True, False])
-def test_long_messages_of_one_host_are_read_where_they_lie(nodes, pulls, kind):
+def test_long_messages_of_one_host_are_read_where_they_lie(nodes, pulls, kind, monkeypatch):
     a, b = nodes(kind, "a"), nodes(kind, "b", budget=64 << 20)
-    b.transport.pulls.allowed = pulls
+    if not pulls:
+        monkeypatch.setattr(cma, "accept", lambda body: 0)
     peer = b.peer_for("a")
     assert send_all(a, peer, [message(0, 2)]) == [""]  # the offer is made with the first
     eventually(lambda: not pulls or a.transport._outbound["b", RUN].machine.pulled)
@@ -456,10 +458,10 @@ def test_without_descriptors_the_listener_is_quiet(nodes, monkeypatch, caplog, r
 def test_warnings_are_logged_once_per_period():
     lines: list[str] = []
     now = [0.0]
-    log = quiet_log.QuietLog(SimpleNamespace(warning=lambda text, *args: lines.append(text % args)), lambda: now[0])
+    log = link_ends.QuietLog(SimpleNamespace(warning=lambda text, *args: lines.append(text % args)), lambda: now[0])
     for _ in range(4000):
         log.warning("short")
-    now[0] = quiet_log.PERIOD_SECONDS
+    now[0] = link_ends.QUIET_SECONDS
     log.warning("short")
     assert lines == ["short", "short (3999 more warnings since the last one)"]
 
@@ -518,14 +520,7 @@ def test_corrupt_messages_are_sent_again_over_rpc(kind, monkeypatch):
 
     @gen_cluster(**cluster_for(kind))
     async def check(c, s, a, b):
-        make = registry.make
-
-        def spoilt(name, *given):
-            transport = make(name, *given)
-            transport.arrived = spoil
-            return transport
-
-        monkeypatch.setattr(registry, "make", spoilt)
+        spoil_arrivals(monkeypatch, spoil)
         monkeypatch.setattr("dask_gpurt.shuffle.worker.sender.STAGE_BYTES", 1000)
         async with taken_over(s, [a, b], settings=with_transport(kind)):
             same_rows(await c.compute(source(left, 30).shuffle("k", npartitions=5)), left, 30)
@@ -596,21 +591,12 @@ def test_lost_links_are_survived(monkeypatch, kind):
 
     @gen_cluster(**cluster_for(kind))
     async def check(c, s, a, b):
-        make = registry.make
+        def cut(record, body):
+            if record.kind is RecordKind.DATA and record.sequence > 1:
+                raise ConnectionResetError("cut")
+            return record, body
 
-        def cut(name, *given):
-            transport = make(name, *given)
-            inner = transport.arrived
-
-            def arrived(record, body):
-                if record.kind is RecordKind.DATA and record.sequence > 1:
-                    raise ConnectionResetError("cut")
-                return inner(record, body)
-
-            transport.arrived = arrived
-            return transport
-
-        monkeypatch.setattr(registry, "make", cut)
+        spoil_arrivals(monkeypatch, cut)
         monkeypatch.setattr("dask_gpurt.shuffle.worker.sender.STAGE_BYTES", 1000)
         async with taken_over(s, [a, b], settings=with_transport(kind)):
             same_rows(await c.compute(source(left, 20).shuffle("k", npartitions=5)), left, 20)

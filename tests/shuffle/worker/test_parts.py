@@ -14,7 +14,6 @@ from distributed.shuffle._exceptions import ShuffleClosedError
 from distributed.shuffle._limiter import ResourceLimiter
 
 from dask_gpurt.errors import LostData
-from dask_gpurt.shuffle import MemoryShardStore
 from dask_gpurt.shuffle.counters import ShuffleCounters
 from dask_gpurt.shuffle.protocol.messages import Amend, BarrierAnswer, OutputOpened, Reopen, Valid
 from dask_gpurt.shuffle.protocol.recovery import Counting, State, Validity, origin, shard_id
@@ -38,7 +37,9 @@ from dask_gpurt.shuffle.worker.resend import Resender
 from dask_gpurt.shuffle.worker.scheduler_calls import SchedulerCalls
 from dask_gpurt.shuffle.worker.send_log import RetainBudget, SendLog
 from dask_gpurt.shuffle.worker.sender import Sender
+from dask_gpurt.shuffle.worker.shard_stores import MemoryShardStore
 from dask_gpurt.shuffle.worker.splitter import Splitter
+from tests.shuffle.helpers import held
 
 OWNERS = {0: "a", 1: "b", 2: "a"}
 KEY = RunKey(7, 1)
@@ -409,7 +410,7 @@ def test_a_message_of_many_buffers_is_packed_in_a_thread(monkeypatch, most):
     async def check() -> None:
         one = sender(Threads(), ResourceLimiter(1 << 20), written := [], [])
         one._plane = SimpleNamespace(send=send, takes_device=lambda key, peer: False)
-        one._peers = SimpleNamespace(unless_lost=lambda address, coroutine: coroutine)
+        one._peers = SimpleNamespace(unless_lost=lambda address, coroutine: coroutine, call=None)
         out = outgoing(Owners("a", OWNERS, None), log())
         await one.stage(out.parcels, [])
         await one.flush()
@@ -462,7 +463,7 @@ def test_a_shard_is_stored_once_and_a_copy_waits_for_it():
         await one.settle()
         assert [[rows.table().num_rows for _, rows in some] for some in await one.take(1)] == [[30]]
         one.drop()
-        assert len(store) == 0
+        assert not held(store)
         with pytest.raises(TypeError, match="must be a Message"):
             await one.receive(b"")  # type: ignore[arg-type]
 

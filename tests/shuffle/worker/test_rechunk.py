@@ -15,8 +15,9 @@ from distributed import Status
 from distributed.shuffle._rechunk import ArrayRechunkRun, ArrayRechunkSpec
 from distributed.utils_test import gen_cluster
 
-from dask_gpurt.shuffle import ShuffleTakeover, seam
+from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.scheduler import plugin
+from dask_gpurt.shuffle.scheduler.takeover import ShuffleTakeover
 from dask_gpurt.shuffle.worker.rechunk import ReleasingRechunkSpec, release_sent
 from tests.shuffle.helpers import ON, until
 

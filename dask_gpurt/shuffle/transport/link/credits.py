@@ -40,10 +40,6 @@ class _LinkAccount:
     window: int = 0
     closed: bool = False
 
-    @property
-    def reserved(self) -> int:
-        return self.granted - self.arrived + self.held
-
 
 class Arbiter:
     """The receive budget of one worker. Not thread-safe: callers hold a lock.
@@ -61,9 +57,11 @@ class Arbiter:
         self._accounts: dict[Hashable, _LinkAccount] = {}
         #: links that want more than they have, in the order they asked
         self._queue: dict[Hashable, None] = {}
-        self._reserved = 0
+        #: bytes granted and not arrived, or held
+        self.reserved = 0
         self._windows = 0
-        self._held = 0
+        #: bytes that arrived and are not stored
+        self.held = 0
         #: the most that was ever reserved, and held
         self.peak_reserved = 0
         self.peak_held = 0
@@ -72,16 +70,6 @@ class Arbiter:
     def message_limit(self) -> int:
         """Bytes of one message, at most."""
         return self.budget // 4
-
-    @property
-    def reserved(self) -> int:
-        """Bytes granted and not arrived, or held."""
-        return self._reserved
-
-    @property
-    def held(self) -> int:
-        """Bytes that arrived and are not stored."""
-        return self._held
 
     def open(self, link: Hashable) -> None:
         """Add a link; it gets its window with the next `grants`."""
@@ -110,11 +98,11 @@ class Arbiter:
             return False
         account.arrived += nbytes
         account.held += nbytes
-        self._held += nbytes
+        self.held += nbytes
         used = min(account.window, nbytes)
         account.window -= used
         self._windows -= used
-        self.peak_held = max(self.peak_held, self._held)
+        self.peak_held = max(self.peak_held, self.held)
         return True
 
     def overdraw(self, link: Hashable, nbytes: int) -> None:
@@ -128,7 +116,7 @@ class Arbiter:
             return
         account.arrived += nbytes
         left = max(0, account.granted - account.arrived)
-        self._reserved -= account.granted - (account.arrived - nbytes) - left
+        self.reserved -= account.granted - (account.arrived - nbytes) - left
         self._windows -= account.window - min(account.window, left)
         account.window = min(account.window, left)
         account.granted = account.arrived + left
@@ -141,8 +129,8 @@ class Arbiter:
         if account is None:
             return
         account.held -= nbytes
-        self._held -= nbytes
-        self._reserved -= nbytes
+        self.held -= nbytes
+        self.reserved -= nbytes
         self._forget(link, account)
 
     def close(self, link: Hashable) -> None:
@@ -152,7 +140,7 @@ class Arbiter:
         if account is None or account.closed:
             return
         account.closed = True
-        self._reserved -= account.granted - account.arrived
+        self.reserved -= account.granted - account.arrived
         self._windows -= account.window
         account.granted, account.window = account.arrived, 0
         self._forget(link, account)
@@ -167,7 +155,7 @@ class Arbiter:
         for link in list(self._queue):
             account = self._accounts[link]
             need = account.wanted - account.granted
-            if need > self.budget - self._reserved:
+            if need > self.budget - self.reserved:
                 # Strictly in order: smaller wants behind must not starve this one.
                 return out
             del self._queue[link]
@@ -178,7 +166,7 @@ class Arbiter:
             return out
         each = min(self.budget // 2 // len(live), self.budget // 2)
         for link, account in live:
-            more = min(each - account.window, self.budget // 2 - self._windows, self.budget - self._reserved)
+            more = min(each - account.window, self.budget // 2 - self._windows, self.budget - self.reserved)
             # In halves: a grant of a few bytes is a message of no use.
             if more >= max(1, each // 2):
                 self._give(account, more)
@@ -189,20 +177,5 @@ class Arbiter:
 
     def _give(self, account: _LinkAccount, nbytes: int) -> None:
         account.granted += nbytes
-        self._reserved += nbytes
-        self.peak_reserved = max(self.peak_reserved, self._reserved)
-
-    def validate(self) -> None:
-        """Raise AssertionError when the books do not add up."""
-        accounts = self._accounts.values()
-        assert self._reserved == sum(a.reserved for a in accounts), (self._reserved, self._accounts)
-        assert self._windows == sum(a.window for a in accounts), (self._windows, self._accounts)
-        assert self._held == sum(a.held for a in accounts), (self._held, self._accounts)
-        assert 0 <= self._reserved <= self.budget, (self._reserved, self.budget)
-        assert 0 <= self._windows <= self.budget // 2
-        for link, a in self._accounts.items():
-            assert 0 <= a.arrived <= a.granted, (link, a)
-            assert a.held >= 0, (link, a)
-            assert 0 <= a.window <= a.granted - a.arrived, (link, a)
-            assert not a.closed or a.granted == a.arrived, (link, a)
-        assert all(link in self._accounts for link in self._queue)
+        self.reserved += nbytes
+        self.peak_reserved = max(self.peak_reserved, self.reserved)

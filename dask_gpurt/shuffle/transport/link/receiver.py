@@ -40,8 +40,6 @@ class ReceiverLink:
         The secret of a run that this worker takes part in, else None.
     arrive
         Called with the bytes of a message before anything is allocated; False when they were not granted.
-    challenge
-        A nonce of this end.
     now
         Seconds of any monotonic clock, as in every call here.
     run
@@ -70,7 +68,6 @@ class ReceiverLink:
         self._low = 0
         #: bytes of the longest message so far
         self._copy_limit = 0
-        self.copies = 0
 
     _TABLE: ClassVar[dict[tuple[LinkState, RecordKind], str | None]] = {
         (LinkState.WAITING, RecordKind.HELLO): "_on_hello",
@@ -216,7 +213,6 @@ class ReceiverLink:
         self, record: LinkRecord, body: memoryview, frames: list[Any] | None, fresh: bool
     ) -> list[Instruction]:
         if not fresh:
-            self.copies += 1
             answer = self._answers.get(record.sequence)
             if answer is None and record.sequence <= self._low:
                 answer = Send(LinkRecord(RecordKind.ACK, self.run, record.sequence, value=self._granted))

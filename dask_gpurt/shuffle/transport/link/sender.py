@@ -37,8 +37,6 @@ class SenderLink:
         Addresses of the workers.
     limit
         Bytes of one message that the receiver takes, at most.
-    nonce
-        Of this end.
     now
         Seconds of any monotonic clock, as in every call here.
     offer

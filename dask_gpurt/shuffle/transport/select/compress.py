@@ -3,8 +3,8 @@
 `Squeezer.squeeze` compresses, `expanded` expands.
 
 Theory of operation. Whether a frame of a message is compressed is decided for each by itself (columns of one dtype lie
-together in one), from a sample of it and the bandwidth to that peer (`bandwidth`, `model.compression`). A message of
-which anything is compressed gets an envelope before its frames::
+together in one), from a sample of it and the bandwidth to that peer (`selector.LinkBandwidth`, `model.compression`). A
+message of which anything is compressed gets an envelope before its frames::
 
     envelope   magic, version, frames, xxh3-64 of the rows that follow
                a row per frame: codec, bytes before, xxh3-64 of the bytes after; of one that is as it was, zeros
@@ -33,13 +33,10 @@ import xxhash
 from dask_gpurt.errors import ConfigError, CorruptData, WireError
 from dask_gpurt.model.compression import Choice, Chooser, compress, expand, installed
 from dask_gpurt.shuffle.transport.link import records
-from dask_gpurt.shuffle.transport.select.selector import SAFE, Locality
+from dask_gpurt.shuffle.transport.select.selector import SAFE, LinkBandwidth, Locality, TransportChooser
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-
-    from dask_gpurt.shuffle.transport.select.bandwidth import LinkBandwidth
-    from dask_gpurt.shuffle.transport.select.selector import TransportChooser
 
 MAGIC = b"GPRZ"
 VERSION = 1
@@ -88,8 +85,6 @@ class Squeezer:
 
         Parameters
         ----------
-        frames
-            Of the message.
         bytes_per_second
             Of the network to the peer; 0: not known.
         """
@@ -126,8 +121,6 @@ def expanded(frames: list[Any], limit: int) -> list[Any]:
 
     Parameters
     ----------
-    frames
-        As they came.
     limit
         Bytes of credit that the message cost, which are free for it. Compared before anything is allocated.
 

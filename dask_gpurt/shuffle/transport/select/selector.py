@@ -11,7 +11,6 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING
 
-from dask_gpurt.shuffle.transport.select.bandwidth import LinkBandwidth
 from dask_gpurt.shuffle.transport.select.trials import Contest, Meter
 
 if TYPE_CHECKING:
@@ -26,6 +25,13 @@ BACKOFF_SECONDS = 5.0
 BACKOFF_LIMIT = 300.0
 #: where the columns of `PRIOR` end
 _COLUMNS = (1 << 18, 1 << 22)
+#: bytes of a stretch whose speed counts
+STRETCH = 4 << 20
+#: share that a fast stretch keeps after another one: a network that has become slow is known after some dozens
+FADE = 0.98
+#: looks in a row that gained nothing after which the pause between two no longer doubles: samples cost little beside
+#: what a slow network takes, and too much where compressing just does not pay
+REST = 5
 
 
 class Locality(enum.Enum):
@@ -49,6 +55,8 @@ PRIOR: dict[Locality, dict[str, tuple[float, float, float]]] = {
 _DEVICE_WAYS = (INPROC, "ucx")
 #: device buffers have no choice, and what they take says nothing about the others
 _DEVICE = -1
+#: all messages, for the bandwidth
+_FLOW = ("", 0)
 
 
 def _size_class(nbytes: int) -> int:
@@ -56,13 +64,51 @@ def _size_class(nbytes: int) -> int:
     return max(0, nbytes.bit_length() - 15) // 2
 
 
+class LinkBandwidth:
+    """Bytes per second of the network to one peer: those of the fastest stretch of the traffic to it lately.
+
+    A stretch is all of the traffic, by the time in which any was under way. What the workers are busy with besides
+    makes one slow, never fast. A network that is taken for slower than it is costs processor time, as more is
+    compressed (`compress`). Not that of the fastest message (`worker.sender.Sender.fastest`), by which the move of an
+    output is priced: of ten under way each looks ten times slower than the network.
+    """
+
+    def __init__(self) -> None:
+        self._meter = Meter()
+        self._bytes, self._seconds = 0, 0.0
+        #: 0: not known yet
+        self.best = 0.0
+        self._rest, self._fruitless = 0, 0
+
+    def began(self, nbytes: int, now: float) -> None:
+        """Enter a message that is handed over to a transport."""
+        self._meter.begun(_FLOW, nbytes, now)
+
+    def ended(self, nbytes: int, now: float, stored: bool) -> None:
+        """Enter that a message is stored, or never will be."""
+        self._meter.ended(_FLOW, nbytes, now, stored)
+        flow = self._meter.flow(_FLOW)
+        if flow.nbytes - self._bytes < STRETCH or flow.seconds <= self._seconds:
+            return
+        self.best = max(FADE * self.best, (flow.nbytes - self._bytes) / (flow.seconds - self._seconds))
+        self._bytes, self._seconds = flow.nbytes, flow.seconds
+
+    def turn(self) -> bool:
+        """Whether the next message is one to be looked at."""
+        self._rest -= self._rest > 0
+        return not self._rest
+
+    def looked(self, gained: bool) -> None:
+        """Enter that a message was looked at, and whether compressing it gained anything."""
+        self._fruitless = 0 if gained else min(self._fruitless + 1, REST)
+        self._rest = (1 << self._fruitless) - 1
+
+
 class TransportChooser:
     """What is known about the ways to one peer.
 
     Parameters
     ----------
-    place
-        Where it is.
     candidates
         Transports that reach it, besides the safe path.
     forced
@@ -107,21 +153,7 @@ class TransportChooser:
         return {name: known.get(name, (0.0, 0.0, 0.0))[column] * 1e9 for name in self.candidates}
 
     def began(self, name: str, nbytes: int, device: bool, now: float, wire_bytes: int = 0) -> None:
-        """Enter a message that is handed over to a transport.
-
-        Parameters
-        ----------
-        name
-            Of the transport.
-        nbytes
-            Of the message.
-        device
-            Whether it lies in device memory.
-        now
-            Seconds of any monotonic clock.
-        wire_bytes
-            Bytes that travel, if they show the bandwidth of the network; else 0.
-        """
+        """Enter a message that is handed over to a transport; `wire_bytes` show the network's bandwidth, or are 0."""
         self._meter.begun((name, _DEVICE if device else _size_class(nbytes)), nbytes, now)
         if wire_bytes:
             self.pace.began(wire_bytes, now)

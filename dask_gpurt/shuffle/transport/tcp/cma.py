@@ -136,14 +136,10 @@ def fetch(pid: int, data: LinkRecord, body: bytes | memoryview, take: Callable[[
 
     Parameters
     ----------
-    pid
-        Of the sender's process.
     data
         Record of the message, as `message` gives it; granted.
     body
         Of the record that says where it lies.
-    take
-        Gives memory of so many bytes.
 
     Raises
     ------

@@ -48,8 +48,6 @@ class Connection:
 
     Parameters
     ----------
-    loop
-        In whose thread it lives.
     sock
         Connected, or about to be.
     failed

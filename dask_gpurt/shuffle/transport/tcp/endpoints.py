@@ -57,8 +57,6 @@ def _parts(send: lk.Send) -> list[Any]:
 class Pulls:
     """Messages that were read where they lie, see `cma`."""
 
-    #: whether they may be
-    allowed: bool
     #: messages of this worker that were not sent
     placed: int = 0
     #: messages of others that were read
@@ -78,9 +76,6 @@ class TcpOwner(InboundOwner, OutboundOwner, Protocol):
     def connection(self, sock: socket.socket, failed: Callable[[str], None], peer: str, accepted: bool) -> Connection:
         """The connection of a link from here, or of one that was `accepted`, on a socket."""
 
-    def arrived(self, record: LinkRecord, body: memoryview) -> tuple[LinkRecord, memoryview]:
-        """A record came from the wire."""
-
 
 class TcpOutbound(OutboundEnd):
     """A link from here; in the send thread."""
@@ -90,7 +85,7 @@ class TcpOutbound(OutboundEnd):
     def __init__(self, owner: TcpOwner, peer: Peer, header: Header) -> None:
         now = time.monotonic()
         self.owner, self.peer, self.run = owner, peer, header.run
-        here = cma.able() and owner.pulls.allowed and list(peer.endpoint[2:]) == [host_token()]
+        here = cma.able() and list(peer.endpoint[2:]) == [host_token()]
         self._offer = cma.Offer() if here else None
         self.machine = SenderLink(
             *(header.run, header.secret, owner.services.address, peer.address),
@@ -199,7 +194,7 @@ class TcpInbound(InboundEnd):
 
     def offered(self, body: bytes) -> None:
         """Answer an offer if the sender's memory can be read."""
-        self._pid = cma.accept(body) if self.owner.pulls.allowed else 0
+        self._pid = cma.accept(body)
         if self._pid:
             self.put(lk.Send(LinkRecord(RecordKind.PULLS, self.machine.run)))
 
@@ -226,7 +221,6 @@ class TcpInbound(InboundEnd):
                     self.owner.pulls.pulled += 1
                     self.owner.pulls.pulled_bytes += len(body)
                 nbytes += len(body)
-                record, body = self.owner.arrived(record, body)
                 self.carry_out(self.machine.receive(record, body, time.monotonic(), fresh=self._fresh))
         except WireError as e:
             self.violated(str(e))

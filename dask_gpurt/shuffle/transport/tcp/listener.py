@@ -105,10 +105,6 @@ class Listener:
 
         Parameters
         ----------
-        loop
-            In whose thread.
-        accepted
-            Called with each connection.
         failed
             Called with a text for each failure, which may be often.
         full

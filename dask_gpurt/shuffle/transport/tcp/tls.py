@@ -77,13 +77,6 @@ class HandshakeFailed(ConnectionError):
 class Tls:
     """What the connections of one transport have in common.
 
-    Parameters
-    ----------
-    security
-        Of the worker.
-    warn
-        Logs a text.
-
     Raises
     ------
     TransportUnavailable

@@ -27,9 +27,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.shuffle.transport.base import LinkTransport
 from dask_gpurt.shuffle.transport.ioloop import IoLoop
 from dask_gpurt.shuffle.transport.link import events as lk
+from dask_gpurt.shuffle.transport.link_ends import LinkTransport
 from dask_gpurt.shuffle.transport.select.locality import host_token
 from dask_gpurt.shuffle.transport.tcp.connection import Connection
 from dask_gpurt.shuffle.transport.tcp.endpoints import Pulls, TcpInbound, TcpOutbound
@@ -55,16 +55,8 @@ class TcpTransport(LinkTransport[TcpOutbound]):
 
     Parameters
     ----------
-    services
-        What it may ask of its worker.
     host
         The address of this worker; the listener is bound to it.
-    pool
-        Where messages are received into.
-    pulls
-        Whether messages on one host may be read where they lie.
-    ports
-        The first and the last that the listener may take; (0, 0): any that is free.
     tls
         Seal what is sent, with the worker's certificates. The transport is called ``tls`` then.
 
@@ -83,7 +75,6 @@ class TcpTransport(LinkTransport[TcpOutbound]):
         services: Services,
         host: str,
         pool: Pages,
-        pulls: bool = True,
         ports: tuple[int, int] = (0, 0),
         tls: bool = False,
     ) -> None:
@@ -91,7 +82,7 @@ class TcpTransport(LinkTransport[TcpOutbound]):
         self._tls = Tls(services.security, self._warn) if tls else None
         if tls:
             self.name = "tls"
-        self.pulls = Pulls(pulls)
+        self.pulls = Pulls()
         self._inbound: set[TcpInbound] = set()
         self._listener = Listener(host, ports)
         #: (host, port) that peers connect to; they learn the name of this host, too

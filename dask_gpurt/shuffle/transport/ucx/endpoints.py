@@ -63,9 +63,6 @@ class UcxOwner(InboundOwner, OutboundOwner, Protocol):
     #: (when, endpoint) of those that UCX closes in the background
     closing: collections.deque[tuple[float, Any]]
 
-    def arrived(self, record: LinkRecord, body: memoryview) -> tuple[LinkRecord, memoryview]:
-        """A record came from the wire."""
-
     def beside(self, call: Callable[[], Any]) -> Future[Any]:
         """Run a call that waits for the device, or allocates there, in another thread."""
 
@@ -79,7 +76,7 @@ class _UcxEnd(LinkEnd):
     owner: UcxOwner
 
     def __init__(self, owner: UcxOwner, run: RunKey, secret: bytes, sender: str, receiver: str) -> None:
-        self.owner, self.run, self.secret = owner, run, secret
+        self.owner, self.run = owner, run
         self.tags = {
             what: records.tag_for(secret, run, sender, receiver, what)
             for what in ("knock", "control", "data", "answers")
@@ -87,10 +84,6 @@ class _UcxEnd(LinkEnd):
         self.proof = records.mac(secret, "knock", run, b"", b"", sender, receiver)
         self.endpoint: Any = None
         self.closed = False
-
-    def shut(self) -> None:
-        """Close the endpoint; a second call does nothing."""
-        self.close()
 
     def post(self, request: Any, buffers: Any, then: Callable[[], None]) -> None:
         """Have `then` called when UCX has completed a request; its error ends the link."""
@@ -135,8 +128,8 @@ class _UcxEnd(LinkEnd):
         except Exception as e:
             self.lost(repr(e))
 
-    def close(self) -> None:
-        """Close the endpoint."""
+    def shut(self) -> None:
+        """Close the endpoint; a second call does nothing."""
         if self.closed:
             return
         self.closed = True
@@ -269,8 +262,7 @@ class UcxInbound(_UcxEnd, InboundEnd):
         self, record: LinkRecord, body: memoryview, apart: list[Any] | None, fresh: bool, problem: str = ""
     ) -> None:
         """A message is here; with a `problem` it is refused, and its sender takes the safe way."""
-        got, whole = self.owner.arrived(record, body)
-        instructions = self.machine.receive(got, whole, time.monotonic(), frames=apart, fresh=fresh)
+        instructions = self.machine.receive(record, body, time.monotonic(), frames=apart, fresh=fresh)
         if problem:
             self.refuse(instructions, problem)
         else:

@@ -32,9 +32,10 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.backends import ucx as backend
 from dask_gpurt.backends.ucx_device import device_side
-from dask_gpurt.shuffle.transport.base import LinkTransport, Receipt, TransportUnavailable
+from dask_gpurt.shuffle.transport.base import Receipt, TransportUnavailable
 from dask_gpurt.shuffle.transport.ioloop import IoLoop
 from dask_gpurt.shuffle.transport.link import records
+from dask_gpurt.shuffle.transport.link_ends import LinkTransport
 from dask_gpurt.shuffle.transport.ucx.endpoints import Request, UcxInbound, UcxOutbound, nothing
 
 if TYPE_CHECKING:
@@ -55,10 +56,6 @@ class UcxTransport(LinkTransport[UcxOutbound]):
 
     Parameters
     ----------
-    services
-        What it may ask of its worker.
-    pool
-        Where messages in host memory are received into.
     device
         What device buffers need; None: that of CUDA, where there is a GPU.
 
