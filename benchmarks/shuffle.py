@@ -162,14 +162,6 @@ def limit(frame: str, keys: str, n: int, rows: int) -> dict[str, float]:
     return {name: round(seconds, 3) for name, seconds in sums.items()}
 
 
-async def take_over(dask_scheduler: Any, transport: str) -> None:
-    """On the scheduler."""
-    from dask_gpurt.config import ShuffleSettings
-    from dask_gpurt.shuffle import ShuffleTakeover
-
-    await ShuffleTakeover.install(dask_scheduler, ShuffleSettings(enabled=True, transport=transport))
-
-
 @contextlib.contextmanager
 def cluster_for(variant: str) -> Iterator[Client]:
     """Two workers of one thread."""
@@ -201,9 +193,8 @@ def one(
     DidNotEnd
         It was given up.
     """
-    transport = args.transport
     if variant == "gpurt":
-        client.run_on_scheduler(take_over, transport=transport)
+        client.run_on_scheduler(shuffle_meters.take_over, transport=args.transport)
     counts = client.run(lambda dask_worker: worker_statistics(dask_worker))
     before = client.run(shuffle_meters.begin)
     start = time.perf_counter()

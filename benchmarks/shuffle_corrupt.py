@@ -23,6 +23,7 @@ import pandas as pd
 from distributed import Client, LocalCluster
 
 from benchmarks import data
+from benchmarks.shuffle_meters import give_back, take_over
 
 #: many small ones: a shuffle costs more than its messages
 INPUTS = 1000
@@ -114,13 +115,6 @@ def counts(dask_worker: Any) -> dict[str, int]:
     return {**{k: stats[k] for k in keys}, "flipped": s.flipped, "cut": s.cut, "pid": os.getpid()}
 
 
-async def install(dask_scheduler: Any, way: str) -> None:
-    from dask_gpurt.config import ShuffleSettings
-    from dask_gpurt.shuffle import ShuffleTakeover
-
-    await ShuffleTakeover.install(dask_scheduler, ShuffleSettings(enabled=True, transport=way))
-
-
 def headers(n: int) -> int:
     """Changed record headers that were parsed all the same."""
     from dask_gpurt.errors import WireError
@@ -145,9 +139,7 @@ def headers(n: int) -> int:
 
 def over(client: Client, way: str, messages: int, want: pd.DataFrame) -> dict[str, Any]:
     """Shuffles over one transport until enough messages were spoiled."""
-    from benchmarks.shuffle_meters import give_back
-
-    client.run_on_scheduler(install, way=way)
+    client.run_on_scheduler(take_over, transport=way)
     for seed, worker in enumerate(client.scheduler_info()["workers"]):
         client.run(begin, seed, way, workers=[worker])
     first = client.run(counts)

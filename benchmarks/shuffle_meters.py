@@ -50,8 +50,16 @@ def end() -> tuple[float, int]:
     return _cpu_seconds(), _status("VmHWM")
 
 
+async def take_over(dask_scheduler: Any, **settings: Any) -> None:
+    """On the scheduler: have its shuffles be ours, with these settings."""
+    from dask_gpurt.config import ShuffleSettings
+    from dask_gpurt.shuffle import ShuffleTakeover
+
+    await ShuffleTakeover.install(dask_scheduler, ShuffleSettings(enabled=True, **settings))
+
+
 async def give_back(dask_scheduler: Any) -> dict[str, Any]:
-    """On the scheduler."""
+    """On the scheduler: have them be Dask's again; what ours did."""
     takeover = dask_scheduler.plugins["shuffle"].takeover
     while dask_scheduler.plugins["shuffle"].active_shuffles:  # noqa: ASYNC110
         await asyncio.sleep(0.02)

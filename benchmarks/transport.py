@@ -119,12 +119,6 @@ def shuffles(args: argparse.Namespace) -> dict[str, Any]:
 
     from benchmarks import shuffle_meters as small
 
-    async def install(dask_scheduler: Any, transport: str) -> None:
-        from dask_gpurt.config import ShuffleSettings
-        from dask_gpurt.shuffle import ShuffleTakeover
-
-        await ShuffleTakeover.install(dask_scheduler, ShuffleSettings(enabled=True, transport=transport))
-
     def ways(dask_worker: Any) -> Any:
         from dask_gpurt.shuffle import worker_statistics
 
@@ -145,7 +139,7 @@ def shuffles(args: argparse.Namespace) -> dict[str, Any]:
             names = [*(t for t in args.transports if t not in SEALED), "auto"]  # those are in `transport_tls`
             runs: dict[str, list[dict[str, float]]] = {v: [] for v in names}
             for i, name in compare.turns(names, args.runs + 1):
-                client.run_on_scheduler(install, transport=name)
+                client.run_on_scheduler(small.take_over, transport=name)
                 before = client.run(small.begin)
                 start = time.perf_counter()
                 result = d.shuffle("k", shuffle_method="p2p").persist()

@@ -46,13 +46,6 @@ RAW = ("plain", "memory", "socket", "flight")
 _SEALED, _OPENED = 1 << 17, 1 << 18
 
 
-async def _install(dask_scheduler: Any, transport: str) -> None:
-    from dask_gpurt.config import ShuffleSettings
-    from dask_gpurt.shuffle import ShuffleTakeover
-
-    await ShuffleTakeover.install(dask_scheduler, ShuffleSettings(enabled=True, transport=transport))
-
-
 def _fetch(allowed: bool) -> None:
     """On a worker: whether messages may be read where they lie."""
     from dask_gpurt.shuffle.transport.tcp import cma
@@ -72,7 +65,7 @@ def _once(client: Client, frame: Any, variant: str, rows: int) -> dict[str, floa
     ours = not variant.startswith("stock")
     if ours:
         client.run(_fetch, not variant.endswith("-sockets"))
-        client.run_on_scheduler(_install, transport="rpc" if variant.startswith("rpc") else "tcp")
+        client.run_on_scheduler(small.take_over, transport="rpc" if variant.startswith("rpc") else "tcp")
     before = client.run(small.begin)
     start = time.perf_counter()
     result = frame.shuffle("k", shuffle_method="p2p").persist()
