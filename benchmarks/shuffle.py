@@ -44,13 +44,15 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 from dask.dataframe.shuffle import partitioning_index
-from distributed import Client, LocalCluster, wait
+from distributed import wait
 
 from benchmarks import compare, data, shuffle_meters
 from dask_gpurt.shuffle import worker_statistics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from distributed import Client
 
 #: stock's P2P without the nanny's setting of the C allocator
 UNSET = "p2p-unset"
@@ -171,8 +173,7 @@ def cluster_for(variant: str) -> Iterator[Client]:
         del environment[_SETTING]
     with contextlib.ExitStack() as stack:
         with dask.config.set({"distributed.nanny.pre-spawn-environ": environment}):
-            cluster = LocalCluster(n_workers=2, threads_per_worker=1, memory_limit=0, dashboard_address=":0")
-            client = stack.enter_context(Client(stack.enter_context(cluster)))
+            client = stack.enter_context(shuffle_meters.two_workers())
         set_there = set(client.run(os.environ.get, _SETTING).values())
         if (set_there == {None}) != (variant == UNSET):
             raise SystemExit(f"{variant}: {_SETTING} is {set_there} in the workers")
@@ -314,10 +315,7 @@ def prepare() -> None:
     """Set this process up for clusters that are compared: one thread for Arrow, no limit of memory, no warnings."""
     logging.getLogger("distributed.shuffle").setLevel(logging.ERROR)
     pa.set_cpu_count(1)
-    dask.config.set(
-        {f"distributed.worker.memory.{name}": False for name in ("target", "spill", "pause", "terminate")}
-        | {"logging.distributed": "error"}
-    )
+    dask.config.set(shuffle_meters.UNMANAGED)
 
 
 def main() -> None:

@@ -14,16 +14,17 @@ import argparse
 import json
 import os
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dask
 import dask.dataframe as dd
 import numpy as np
 import pandas as pd
-from distributed import Client, LocalCluster
-
 from benchmarks import data
-from benchmarks.shuffle_meters import give_back, take_over
+from benchmarks.shuffle_meters import give_back, take_over, two_workers
+
+if TYPE_CHECKING:
+    from distributed import Client
 
 #: many small ones: a shuffle costs more than its messages
 INPUTS = 1000
@@ -183,11 +184,7 @@ def main() -> None:
         "results": {},
     }
     config = {"distributed.p2p.comm.message-bytes-limit": "1 B", "logging.distributed": "error"}
-    with (
-        dask.config.set(config),
-        LocalCluster(n_workers=2, threads_per_worker=1, memory_limit=0, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    with dask.config.set(config), two_workers() as client:
         for way in args.transports:
             report["results"][way] = over(client, way, -(-args.messages // len(args.transports)), want)
             print(way, report["results"][way], flush=True)

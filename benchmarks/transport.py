@@ -115,7 +115,7 @@ def shuffles(args: argparse.Namespace) -> dict[str, Any]:
     """Wall and CPU seconds of a real shuffle with each transport."""
     import dask
     import dask.dataframe as dd
-    from distributed import Client, LocalCluster, wait
+    from distributed import wait
 
     from benchmarks import shuffle_meters as small
 
@@ -125,13 +125,8 @@ def shuffles(args: argparse.Namespace) -> dict[str, Any]:
         stats = worker_statistics(dask_worker)
         return stats["links_lost"] + stats["transport_errors"], stats["transport"]["links"]
 
-    config = {f"distributed.worker.memory.{name}": False for name in ("target", "spill", "pause", "terminate")}
     out: dict[str, Any] = {}
-    with (
-        dask.config.set(config | {"logging.distributed": "error"}),
-        LocalCluster(n_workers=2, threads_per_worker=1, memory_limit=0, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    with dask.config.set(small.UNMANAGED), small.two_workers() as client:
         for n in args.partitions:
             rows = int(small.ROWS_PER_GB * args.size) // n
             d = dd.from_map(small.make, list(range(n)), n=rows, meta=small.make(0, 3).iloc[:0]).persist()

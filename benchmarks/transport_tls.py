@@ -32,13 +32,15 @@ from typing import TYPE_CHECKING, Any
 import dask
 import numpy as np
 import pyarrow as pa
-from distributed import Client, LocalCluster, Security, wait
+from distributed import Security, wait
 
 from benchmarks import compare, data
 from benchmarks import shuffle_meters as small
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from distributed import Client
 
 VARIANTS = ("stock", "stock-tls", "tcp", "rpc-tls", "tls", "tcp-sockets", "tls-sockets")
 RAW = ("plain", "memory", "socket", "flight")
@@ -91,10 +93,7 @@ def _cluster(args: argparse.Namespace, sealed: bool) -> Iterator[tuple[Client, A
     import dask.dataframe as dd
 
     security: Any = {"security": Security.temporary(), "protocol": "tls"} if sealed else {}
-    with (
-        LocalCluster(n_workers=2, threads_per_worker=1, memory_limit=0, dashboard_address=":0", **security) as cluster,
-        Client(cluster) as client,
-    ):
+    with small.two_workers(**security) as client:
         assert client.scheduler.address.startswith("tls" if sealed else "tcp")
         rows = int(small.ROWS_PER_GB * args.size) // args.partitions
         frame = dd.from_map(small.make, list(range(args.partitions)), n=rows, meta=small.make(0, 3).iloc[:0]).persist()
@@ -104,13 +103,8 @@ def _cluster(args: argparse.Namespace, sealed: bool) -> Iterator[tuple[Client, A
 
 def shuffles(args: argparse.Namespace) -> dict[str, Any]:
     """Wall and CPU seconds of each variant, medians and runs; wall seconds over those of others in the same round."""
-    config = {f"distributed.worker.memory.{name}": False for name in ("target", "spill", "pause", "terminate")}
     runs: dict[str, list[dict[str, float]]] = {v: [] for v in args.variants}
-    with (
-        dask.config.set(config | {"logging.distributed": "error"}),
-        _cluster(args, False) as plain,
-        _cluster(args, True) as sealed,
-    ):
+    with dask.config.set(small.UNMANAGED), _cluster(args, False) as plain, _cluster(args, True) as sealed:
         for i, variant in compare.turns(list(args.variants), args.runs + 1):
             client, frame, rows = sealed if "tls" in variant else plain
             # Dask sends work to the current client, which is that of the cluster made last.
