@@ -338,10 +338,7 @@ def main() -> None:
     report: dict[str, Any] = data.facts(
         f"{data.cores()} CPU cores, 2 worker processes with one thread, loopback, no GPU"
     )
-    results: dict[str, Any] = {}
-    if os.path.exists(args.out):
-        with open(args.out) as f:
-            results = json.load(f).get("results", {})
+    results: dict[str, Any] = data.earlier(args.out).get("results", {})
     with contextlib.ExitStack() as stack:
         clients = {variant: stack.enter_context(cluster_for(variant)) for variant in args.variants}
         for frame in args.frames:

@@ -11,7 +11,6 @@ shows by its process id.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from typing import TYPE_CHECKING, Any
@@ -190,10 +189,7 @@ def main() -> None:
             print(way, report["results"][way], flush=True)
     ran = report["results"].values()
     report["all"] = {k: sum(r[k] for r in ran) for k in ("spoiled", "accepted", "wrong_results", "workers_died")}
-    if args.out == "-":
-        print(json.dumps(report, indent=1))
-    else:
-        print(data.write_json(args.out, report))
+    data.put(args.out, report)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import json
 import os
 import signal
 import statistics
@@ -182,10 +181,7 @@ def main() -> None:
         "arguments": vars(args),
         "results": (shuffles if args.shuffle else killed if args.kill else messages)(args),
     }
-    if args.out == "-":
-        print(json.dumps(report, indent=1))
-    else:
-        print(data.write_json(args.out, report))
+    data.put(args.out, report)
 
 
 if __name__ == "__main__":

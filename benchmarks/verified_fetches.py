@@ -15,7 +15,6 @@ Dask's own log of transfers has them (`fetch`), CPU seconds of both workers (`cp
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -145,10 +144,7 @@ def main() -> None:
         "arguments": vars(args),
         "results": measure(args),
     }
-    if args.out == "-":
-        print(json.dumps(report, indent=1))
-    else:
-        print(data.write_json(args.out, report))
+    data.put(args.out, report)
 
 
 if __name__ == "__main__":
