@@ -60,10 +60,8 @@ class GpurtScheduler(SchedulerPlugin):
     name = NAME
     transition = ignored
 
-    def __init__(self, settings: Settings, *, next_use: bool = True) -> None:
+    def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        #: False: no hints to the tiers, so that benchmarks can tell what they are worth
-        self._send_next_use = next_use
         self.scheduler: Scheduler | None = None
         self.parts: Parts | None = None
         self.next_use: NextUsePlugin | None = None
@@ -114,7 +112,7 @@ class GpurtScheduler(SchedulerPlugin):
                 await self.parts.add("quarantine", self._add_quarantine, wanted=False)
             await self.parts.add("workers", self._add_workers)
             # After the workers' part, hence removed before it: no hint is sent to a worker without it.
-            if self.settings.tiers.enabled and self._send_next_use:
+            if self.settings.tiers.enabled:
                 await self.parts.add("next-use", self._add_next_use)
             if self.settings.tiers.enabled and self.settings.tiers.object_store is not None:
                 await self.parts.add("shared-copies", self._add_shared_copies)
