@@ -63,8 +63,6 @@ class Calibration:
     #: by number of the worker
     slowness: dict[int, float]
     link: Link
-    #: recorded transfers that the link was fitted to
-    transfers: int
 
     @classmethod
     def of(cls, trace: Trace) -> Calibration:
@@ -73,13 +71,11 @@ class Calibration:
         notes = [
             t.finished_seconds - t.compute_stop_seconds for t in ran if t.finished_seconds and t.compute_stop_seconds
         ]
-        link, transfers = _link(trace, ran)
         return cls(
             overhead_seconds=_within(_median(_pauses(trace, ran), 1e-3), _OVERHEAD),
             message_seconds=_within(statistics.median(notes or [1e-3]), _MESSAGE),
             slowness=_slowness(ran),
-            link=link,
-            transfers=transfers,
+            link=_link(trace, ran),
         )
 
 
@@ -136,7 +132,7 @@ def _slowness(ran: list[TracedTask]) -> dict[int, float]:
     return out
 
 
-def _link(trace: Trace, ran: list[TracedTask]) -> tuple[Link, int]:
+def _link(trace: Trace, ran: list[TracedTask]) -> Link:
     """Theil and Sen's line: the median of the slopes between all two transfers, then the median of what is left.
 
     The live fit (`topology.links`) follows a link as it changes and keeps few samples; a trace is there as a whole,
@@ -150,7 +146,7 @@ def _link(trace: Trace, ran: list[TracedTask]) -> tuple[Link, int]:
             if nbytes and x.source is not None:
                 seen.append((nbytes, x.stop_seconds - x.start_seconds))
     if not seen:
-        return _SEED, 0
+        return _SEED
     some = sorted(seen)[:: -(-len(seen) // FITTED)]
     apart = max(APART_BYTES, max(nbytes for nbytes, _ in some) // 4)
     slopes = [
@@ -164,7 +160,7 @@ def _link(trace: Trace, ran: list[TracedTask]) -> tuple[Link, int]:
     # All of one size, or larger ones no slower: nothing is known of the bandwidth.
     slope = slope if slope >= 1 / FASTEST else 1 / _SEED.bytes_per_second
     latency = statistics.median(seconds - nbytes * slope for nbytes, seconds in some)
-    return Link(latency_seconds=max(latency, 1e-4), bytes_per_second=1 / slope), len(seen)
+    return Link(latency_seconds=max(latency, 1e-4), bytes_per_second=1 / slope)
 
 
 @dataclasses.dataclass(frozen=True)
