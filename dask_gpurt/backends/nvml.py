@@ -1,4 +1,5 @@
 """NVIDIA's management library: `look` takes a `Snapshot` of the GPUs of this machine, `load` says how busy one is.
+`gpus` says only what they are.
 
 It makes no CUDA context. `pynvml` is of the wheel nvidia-ml-py, in the extras `cu12` and `cu13`.
 What a device does not know (ECC of a desktop card, MIG of an older one) is None or empty.
@@ -10,6 +11,8 @@ import contextlib
 import dataclasses
 import threading
 from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.model.node_class import Gpu
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -143,6 +146,32 @@ def load(index: int) -> Load:
                 pynvml.nvmlShutdown()
 
 
+def gpus() -> tuple[tuple[Gpu, ...], str]:
+    """All GPUs of the node, a divided one as its MIG instances, and the version of the driver.
+
+    Nothing where NVML cannot be had: not installed, no driver, no GPU. Blocks for some milliseconds.
+    """
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # the library raises all kinds where there is no driver
+        return (), ""
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        parts = [part for handle in handles for part in _instances(pynvml, _asker(pynvml, handle)) or [handle]]
+        return tuple(_gpu(pynvml, part) for part in parts), _text(pynvml.nvmlSystemGetDriverVersion())
+    except pynvml.NVMLError:
+        return (), ""
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _gpu(pynvml: Any, handle: Any) -> Gpu:
+    model = _text(pynvml.nvmlDeviceGetName(handle))  # of an instance it ends in "MIG 1g.10gb"
+    return Gpu(vendor="NVIDIA", model=model, memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total))
+
+
 def _load(pynvml: Any, ask: Callable[..., Any]) -> Load:
     rates = ask(pynvml.nvmlDeviceGetUtilizationRates)
     generation, lanes = ask(pynvml.nvmlDeviceGetCurrPcieLinkGeneration), ask(pynvml.nvmlDeviceGetCurrPcieLinkWidth)
@@ -200,7 +229,7 @@ def _device(pynvml: Any, index: int) -> Device:
         nvlinks=tuple(bool(state) for state in links if state is not None),
         mig=None if mig[0] is None else bool(mig[0]),
         mig_pending=None if mig[1] is None else bool(mig[1]),
-        mig_uuids=tuple(_instances(pynvml, ask) if mig[0] else ()),
+        mig_uuids=tuple(_text(pynvml.nvmlDeviceGetUUID(instance)) for instance in _instances(pynvml, ask)),
         processes=tuple(
             (int(p.pid), int(p.usedGpuMemory or 0)) for p in ask(pynvml.nvmlDeviceGetComputeRunningProcesses) or ()
         ),
@@ -208,13 +237,12 @@ def _device(pynvml: Any, index: int) -> Device:
     )
 
 
-def _instances(pynvml: Any, ask: Callable[..., Any]) -> list[str]:
-    out = []
-    for i in range(ask(pynvml.nvmlDeviceGetMaxMigDeviceCount) or 0):
-        instance = ask(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, i)
-        if instance is not None:
-            out.append(_text(pynvml.nvmlDeviceGetUUID(instance)))
-    return out
+def _instances(pynvml: Any, ask: Callable[..., Any]) -> list[Any]:
+    """MIG instances of a GPU; none where it is not divided, or cannot be."""
+    mig = ask(pynvml.nvmlDeviceGetMigMode)
+    count = ask(pynvml.nvmlDeviceGetMaxMigDeviceCount) if mig and mig[0] else 0
+    found = (ask(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, i) for i in range(count or 0))
+    return [instance for instance in found if instance is not None]
 
 
 def _text(value: str | bytes) -> str:

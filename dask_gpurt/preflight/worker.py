@@ -15,7 +15,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.backends import gpu_models
+from dask_gpurt.backends import nvml
 from dask_gpurt.backends.system import System, node_class, stack
 from dask_gpurt.preflight import checks
 from dask_gpurt.preflight.checks import Finding, Plan, State
@@ -88,7 +88,7 @@ class Preflight:
                 await self._tell(report=_report([broken], None, {}))
 
     def _node_class(self) -> NodeClass:
-        gpus, driver = gpu_models.gpus()
+        gpus, driver = nvml.gpus()
         folder = self._folders[0] if self._folders else self._worker.local_directory
         return node_class(System(), folder, gpus, stack(driver))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dask_gpurt.backends import gpu_models
+from dask_gpurt.backends import nvml
 from dask_gpurt.model.node_class import Gpu
 
 
@@ -61,14 +61,14 @@ A100 = Gpu(vendor="NVIDIA", model="NVIDIA A100-SXM4-80GB", memory_bytes=80 * 2**
 def test_gpus_and_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     lib = library({})
     monkeypatch.setitem(sys.modules, "pynvml", lib)
-    assert gpu_models.gpus() == ((A100, A100), "580.1")
+    assert nvml.gpus() == ((A100, A100), "580.1")
     assert lib.shut == 1
 
 
 def test_a_divided_gpu_is_its_instances(monkeypatch: pytest.MonkeyPatch) -> None:
     mig = "NVIDIA A100-SXM4-80GB MIG 1g.10gb"
     monkeypatch.setitem(sys.modules, "pynvml", library({1: [mig, mig]}))
-    found, _ = gpu_models.gpus()
+    found, _ = nvml.gpus()
     assert [gpu.model for gpu in found] == [A100.model, mig, mig]
     assert found[1].memory_bytes == 10 * 2**30
 
@@ -76,9 +76,9 @@ def test_a_divided_gpu_is_its_instances(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("fails", ["nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetMemoryInfo"])
 def test_an_error_is_no_gpu(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", library({}, fails))
-    assert gpu_models.gpus() == ((), "")
+    assert nvml.gpus() == ((), "")
 
 
 def test_no_library_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert gpu_models.gpus() == ((), "")
+    assert nvml.gpus() == ((), "")
