@@ -14,9 +14,9 @@ from dask_gpurt.doctor.gpu import NVIDIA, pci_devices
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from dask_gpurt.backends.system import System
     from dask_gpurt.doctor.check import Node
     from dask_gpurt.doctor.finding import Verdict
-    from dask_gpurt.doctor.system import System
 
 #: those of a program: a kernel that reads where it may not, or was ended. All others, unknown ones too, are the card's.
 OF_PROGRAMS = frozenset((13, 31, 43, 45, 68, 109))

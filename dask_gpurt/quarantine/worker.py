@@ -14,9 +14,8 @@ import math
 import os
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.backends.system import System as Machine
+from dask_gpurt.backends.system import System
 from dask_gpurt.doctor.gpu import NVIDIA, pci_devices
-from dask_gpurt.doctor.system import System
 from dask_gpurt.doctor.xid import OF_PROGRAMS, lines, opened, xid_of
 from dask_gpurt.preflight import known_answer
 
@@ -103,7 +102,7 @@ class Health:
 
     async def known_answer(self) -> float:
         """Seconds of the known computation on this worker, in a thread; infinite where the answer is wrong."""
-        measured = await asyncio.to_thread(known_answer.measure, Machine())
+        measured = await asyncio.to_thread(known_answer.measure, System())
         return measured.own_seconds if measured.digest == known_answer.ANSWER else math.inf
 
     async def _follow(self) -> None:
