@@ -21,8 +21,13 @@ if TYPE_CHECKING:
 
     from dask_gpurt.model.node_class import Gpu
 
-#: packages whose versions are told
+#: packages whose versions belong to the class of a node
 PACKAGES = ("dask", "distributed", "numpy", "pandas", "pyarrow", "cudf-cu12", "cudf-cu13", "ucxx-cu12", "ucxx-cu13")
+#: all that results, messages or speed depend on
+_ALL = (
+    *("dask", "distributed", "dask-gpurt", "msgpack", "cloudpickle", "numpy", "pandas", "pyarrow", "lz4", "zstandard"),
+    *("dask-cuda", *(f"{name}-cu{cuda}" for name in ("cudf", "rmm", "ucxx", "libucx") for cuda in (12, 13))),
+)
 
 
 class System:
@@ -159,14 +164,25 @@ class System:
 
 
 def stack(driver: str = "") -> dict[str, str]:
-    """The versions of what runs here; what is not installed is left out."""
-    out = {"dask-gpurt": __version__, "python": platform.python_version()}
-    for name in PACKAGES:
+    """The versions of `PACKAGES` and the driver; what is not installed is left out."""
+    return {"dask-gpurt": __version__, **_installed(PACKAGES)} | ({"driver": driver} if driver else {})
+
+
+def versions() -> dict[str, str]:
+    """What a process runs on, as far as results, messages or speed depend on it; what is not installed is left out."""
+    return _installed(_ALL)
+
+
+def _installed(names: Sequence[str]) -> dict[str, str]:
+    out = {"python": platform.python_version()}
+    for name in names:
         try:
-            out[name] = importlib.metadata.version(name)
+            version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return out | ({"driver": driver} if driver else {})
+        if version:  # metadata that was cut off has none
+            out[name] = version
+    return out
 
 
 def node_class(system: System, directory: str, gpus: Sequence[Gpu], versions: Mapping[str, str]) -> NodeClass:

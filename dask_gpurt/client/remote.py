@@ -258,6 +258,6 @@ async def checkup(dask_worker: Worker, leaders: list[str], seconds: float) -> di
 
 def stack() -> dict[str, str]:
     """The versions of what a process runs on."""
-    from dask_gpurt.doctor.stack import versions
+    from dask_gpurt.backends.system import versions
 
     return versions()
