@@ -173,7 +173,7 @@ class Bench:
     """One variant's cluster."""
 
     def __init__(self, variant: str, transport: str, folder: str) -> None:
-        self.variant, self.folder = variant, folder
+        self.folder = folder
         kwargs: dict[str, Any] = {
             "n_workers": WORKERS,
             "threads_per_worker": 1,

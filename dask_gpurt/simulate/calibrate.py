@@ -179,16 +179,10 @@ class Phase:
     """Graphs that overlap in time. Between two phases the recorded cluster had nothing to do."""
 
     submissions: tuple[Submission, ...]
-    #: when it began and how long it took in the trace
-    begin_seconds: float
+    #: how long it took in the trace
     recorded_seconds: float
     #: outputs that the client let go of before the next phase
     released: tuple[Key, ...] = ()
-
-    @property
-    def tasks(self) -> int:
-        """How many tasks were submitted in it."""
-        return sum(len(s.keys) for s in self.submissions)
 
 
 def workload(trace: Trace, calibration: Calibration) -> tuple[Workload, list[Phase]]:
@@ -296,7 +290,7 @@ def _phases(trace: Trace, kept: list[int], keys: dict[int, Any]) -> list[Phase]:
                 gone = trace.tasks[n].released_seconds
                 if gone is not None and gone <= after:
                     released.append(keys[n])
-        out.append(Phase(tuple(submissions), begin, end - begin, tuple(released)))
+        out.append(Phase(tuple(submissions), end - begin, tuple(released)))
     return out
 
 
