@@ -98,21 +98,12 @@ class Gate(SchedulerPlugin):
         Modules that each worker must be able to import, beside those of the engines.
     sink
         Gets one event for each worker with findings.
-    clock
-        Seconds, for the limits.
     """
 
     name = "gpurt-preflight"
     transition = ignored
 
-    def __init__(
-        self,
-        mode: Mode,
-        imports: Sequence[str] = (),
-        *,
-        sink: Sink = null_sink,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, mode: Mode, imports: Sequence[str] = (), *, sink: Sink = null_sink) -> None:
         self.mode = mode
         self.members: dict[str, Member] = {}
         self.restrictions = ClassRestrictions()
@@ -121,7 +112,7 @@ class Gate(SchedulerPlugin):
         self.counts = dict.fromkeys(_COUNTED, 0)
         self._imports = tuple(imports)
         self._sink = sink
-        self._clock = clock
+        self._clock = time.monotonic
         self._draw = random.Random()
         self._stack: dict[str, str] = {}
         self._scheduler: Scheduler | None = None
