@@ -19,6 +19,7 @@ import dask
 import dask.dataframe as dd
 import numpy as np
 import pandas as pd
+
 from benchmarks import data
 from benchmarks.shuffle_meters import give_back, take_over, two_workers
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distributed.active_memory_manager import ActiveMemoryManagerExtension, RetireWorker
 from distributed.core import Status
