@@ -6,22 +6,9 @@ import json
 import os
 from typing import Any
 
-from dask_gpurt.bench.facts import PACKAGES, commit, cores, facts, free_memory_bytes, machine, versions, write_json
+from dask_gpurt.bench.facts import commit, cores, facts, versions, write_json
 
-__all__ = [
-    "OUT",
-    "PACKAGES",
-    "RESULTS",
-    "ROOT",
-    "commit",
-    "cores",
-    "earlier",
-    "facts",
-    "free_memory_bytes",
-    "machine",
-    "versions",
-    "write_json",
-]
+__all__ = ["OUT", "RESULTS", "ROOT", "commit", "cores", "earlier", "facts", "put", "versions", "write_json"]
 
 #: root of the checkout
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -38,3 +25,8 @@ def earlier(path: str | None) -> dict[str, Any]:
     with open(path) as f:
         found: dict[str, Any] = json.load(f)
     return found
+
+
+def put(path: str, report: dict[str, Any]) -> None:
+    """Write a result, or print it where `path` is ``-``."""
+    print(json.dumps(report, indent=1) if path == "-" else write_json(path, report))

@@ -22,8 +22,7 @@ from dask import dataframe as dd
 from distributed import Client, LocalCluster, wait
 
 from benchmarks import data
-from dask_gpurt.config import ShuffleSettings
-from dask_gpurt.shuffle.scheduler.takeover import ShuffleTakeover
+from benchmarks.shuffle_meters import take_over
 from tests.backends import host_frames
 from tests.backends.host_frames import HostFrame
 from tests.backends.lazy_memory import LazyMemory
@@ -77,11 +76,6 @@ def used() -> dict[str, Any]:
     }
 
 
-async def install(dask_scheduler: Any, settings: ShuffleSettings) -> None:
-    """Take the cluster's shuffles over."""
-    await ShuffleTakeover.install(dask_scheduler, settings)
-
-
 def shuffles(dask_scheduler: Any) -> tuple[int, dict[str, int], int]:
     """(runs, fallbacks, errors)."""
     s = dask_scheduler.plugins["shuffle"].takeover.statistics()
@@ -94,12 +88,11 @@ def shuffle(name: str, rows: int) -> dict[str, Any]:
     n = rows // INPUTS
     row_bytes = _row_bytes(n)
     limit = int(rows * row_bytes / 2 * LIMIT)
-    settings = ShuffleSettings(enabled=True, transport=transport, device_frames=True)
     with (
         LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0") as cluster,
         Client(cluster) as client,
     ):
-        client.run_on_scheduler(install, settings=settings)
+        client.run_on_scheduler(take_over, transport=transport, device_frames=True)
         client.run(begin, limit, ucx)
         make: Callable[[int], pd.DataFrame] = _Make(n, device)
         source = client.persist(dd.from_map(make, list(range(INPUTS)), meta=make(0).iloc[:0]))

@@ -22,15 +22,16 @@ import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import psutil
-from distributed import Client, wait
+from distributed import wait
 
 import dask_gpurt
 from benchmarks import compare, data
 from benchmarks.shuffle import prepare
+from benchmarks.shuffle_meters import two_workers
 from dask_gpurt.shuffle.counters import worker_statistics
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from distributed import Client
 
 VARIANTS = ("off", "auto")
 COUNTS = ("bytes_sent", "bytes_self", "join_rows_in", "join_rows_dropped", "join_seconds")
@@ -54,14 +55,11 @@ def named(keys: Any, text: bool) -> Any:
     return pd.Series(np.char.add("Customer#", keys.astype("U9")), dtype="string[pyarrow]") if text else keys
 
 
-@contextlib.contextmanager
-def cluster_for(variant: str) -> Iterator[Client]:
+def cluster_for(variant: str) -> contextlib.AbstractContextManager[Client]:
     """Two workers of one thread."""
     os.environ["DASK_GPURT__SHUFFLE__JOIN_FILTER"] = variant
     dask.config.refresh()
-    options: dict[str, Any] = {"n_workers": 2, "threads_per_worker": 1, "memory_limit": 0, "dashboard_address": ":0"}
-    with dask_gpurt.local_cluster(**options) as cluster, Client(cluster) as client:
-        yield client
+    return two_workers(dask_gpurt.local_cluster)
 
 
 def counted(client: Client) -> dict[str, float]:

@@ -284,13 +284,10 @@ def main(argv: list[str] | None = None) -> None:
         for case in todo:
             explain(case, args.explain)
         return
-    rows: list[dict[str, Any]] = []
-    if args.add and args.out and os.path.exists(args.out):
-        with open(args.out) as f:
-            rows = json.load(f)["cases"]
-        have = {tuple(r[k] for k in Case._fields) for r in rows if "error" not in r}
-        rows = [r for r in rows if "error" not in r]
-        todo = [c for c in todo if tuple(c) not in have]
+    rows: list[dict[str, Any]] = data.earlier(args.out).get("cases", []) if args.add else []
+    rows = [r for r in rows if "error" not in r]
+    have = {tuple(r[k] for k in Case._fields) for r in rows}
+    todo = [c for c in todo if tuple(c) not in have]
     began = saved = time.monotonic()
     skipped = 0
     context = multiprocessing.get_context("spawn")

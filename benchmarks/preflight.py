@@ -327,10 +327,7 @@ def main() -> None:
         "arguments": vars(args),
         "results": {"sick": sick, "start": start, "event": event}[args.part](args),
     }
-    if args.out == "-":
-        print(json.dumps(report, indent=1))
-    else:
-        print(data.write_json(args.out, report))
+    data.put(args.out, report)
 
 
 if __name__ == "__main__":

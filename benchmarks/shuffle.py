@@ -44,13 +44,15 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 from dask.dataframe.shuffle import partitioning_index
-from distributed import Client, LocalCluster, wait
+from distributed import wait
 
 from benchmarks import compare, data, shuffle_meters
 from dask_gpurt.shuffle.counters import worker_statistics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from distributed import Client
 
 #: stock's P2P without the nanny's setting of the C allocator
 UNSET = "p2p-unset"
@@ -162,14 +164,6 @@ def limit(frame: str, keys: str, n: int, rows: int) -> dict[str, float]:
     return {name: round(seconds, 3) for name, seconds in sums.items()}
 
 
-async def take_over(dask_scheduler: Any, transport: str) -> None:
-    """On the scheduler."""
-    from dask_gpurt.config import ShuffleSettings
-    from dask_gpurt.shuffle.scheduler.takeover import ShuffleTakeover
-
-    await ShuffleTakeover.install(dask_scheduler, ShuffleSettings(enabled=True, transport=transport))
-
-
 @contextlib.contextmanager
 def cluster_for(variant: str) -> Iterator[Client]:
     """Two workers of one thread."""
@@ -179,8 +173,7 @@ def cluster_for(variant: str) -> Iterator[Client]:
         del environment[_SETTING]
     with contextlib.ExitStack() as stack:
         with dask.config.set({"distributed.nanny.pre-spawn-environ": environment}):
-            cluster = LocalCluster(n_workers=2, threads_per_worker=1, memory_limit=0, dashboard_address=":0")
-            client = stack.enter_context(Client(stack.enter_context(cluster)))
+            client = stack.enter_context(shuffle_meters.two_workers())
         set_there = set(client.run(os.environ.get, _SETTING).values())
         if (set_there == {None}) != (variant == UNSET):
             raise SystemExit(f"{variant}: {_SETTING} is {set_there} in the workers")
@@ -201,9 +194,8 @@ def one(
     DidNotEnd
         It was given up.
     """
-    transport = args.transport
     if variant == "gpurt":
-        client.run_on_scheduler(take_over, transport=transport)
+        client.run_on_scheduler(shuffle_meters.take_over, transport=args.transport)
     counts = client.run(lambda dask_worker: worker_statistics(dask_worker))
     before = client.run(shuffle_meters.begin)
     start = time.perf_counter()
@@ -323,10 +315,7 @@ def prepare() -> None:
     """Set this process up for clusters that are compared: one thread for Arrow, no limit of memory, no warnings."""
     logging.getLogger("distributed.shuffle").setLevel(logging.ERROR)
     pa.set_cpu_count(1)
-    dask.config.set(
-        {f"distributed.worker.memory.{name}": False for name in ("target", "spill", "pause", "terminate")}
-        | {"logging.distributed": "error"}
-    )
+    dask.config.set(shuffle_meters.UNMANAGED)
 
 
 def main() -> None:
@@ -349,10 +338,7 @@ def main() -> None:
     report: dict[str, Any] = data.facts(
         f"{data.cores()} CPU cores, 2 worker processes with one thread, loopback, no GPU"
     )
-    results: dict[str, Any] = {}
-    if os.path.exists(args.out):
-        with open(args.out) as f:
-            results = json.load(f).get("results", {})
+    results: dict[str, Any] = data.earlier(args.out).get("results", {})
     with contextlib.ExitStack() as stack:
         clients = {variant: stack.enter_context(cluster_for(variant)) for variant in args.variants}
         for frame in args.frames:

@@ -86,14 +86,6 @@ def behind(dask_scheduler: Any) -> tuple[dict[str, float], dict[str, int]]:
     return out
 
 
-async def take_over(dask_scheduler: Any, late: bool) -> None:
-    """On the scheduler."""
-    from dask_gpurt.config import ShuffleSettings
-    from dask_gpurt.shuffle.scheduler.takeover import ShuffleTakeover
-
-    await ShuffleTakeover.install(dask_scheduler, ShuffleSettings(enabled=True, late_binding=late))
-
-
 async def told(dask_scheduler: Any) -> dict[str, Any]:
     """On the scheduler."""
     stats: dict[str, Any] = dask_scheduler.plugins["shuffle"].takeover.statistics()
@@ -108,7 +100,7 @@ def repeated(i: int, n: int, copies: int) -> pd.DataFrame:
 def one(client: Client, left: Any, right: Any, variant: str, rows: int, first: bool) -> dict[str, Any]:
     """Join once."""
     if variant != "p2p" and first:
-        client.run_on_scheduler(take_over, late=variant == "late")
+        client.run_on_scheduler(shuffle_meters.take_over, late_binding=variant == "late")
     client.run_on_scheduler(behind)
     client.run(shuffle_meters.begin)
     start = time.perf_counter()

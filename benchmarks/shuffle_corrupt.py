@@ -11,18 +11,20 @@ shows by its process id.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dask
 import dask.dataframe as dd
 import numpy as np
 import pandas as pd
-from distributed import Client, LocalCluster
 
 from benchmarks import data
+from benchmarks.shuffle_meters import give_back, take_over, two_workers
+
+if TYPE_CHECKING:
+    from distributed import Client
 
 #: many small ones: a shuffle costs more than its messages
 INPUTS = 1000
@@ -112,13 +114,6 @@ def counts(dask_worker: Any) -> dict[str, int]:
     return {**{k: stats[k] for k in keys}, "flipped": s.flipped, "cut": s.cut, "pid": os.getpid()}
 
 
-async def install(dask_scheduler: Any, way: str) -> None:
-    from dask_gpurt.config import ShuffleSettings
-    from dask_gpurt.shuffle.scheduler.takeover import ShuffleTakeover
-
-    await ShuffleTakeover.install(dask_scheduler, ShuffleSettings(enabled=True, transport=way))
-
-
 def headers(n: int) -> int:
     """Changed record headers that were parsed all the same."""
     from dask_gpurt.errors import WireError
@@ -143,9 +138,7 @@ def headers(n: int) -> int:
 
 def over(client: Client, way: str, messages: int, want: pd.DataFrame) -> dict[str, Any]:
     """Shuffles over one transport until enough messages were spoiled."""
-    from benchmarks.shuffle_meters import give_back
-
-    client.run_on_scheduler(install, way=way)
+    client.run_on_scheduler(take_over, transport=way)
     for seed, worker in enumerate(client.scheduler_info()["workers"]):
         client.run(begin, seed, way, workers=[worker])
     first = client.run(counts)
@@ -189,20 +182,13 @@ def main() -> None:
         "results": {},
     }
     config = {"distributed.p2p.comm.message-bytes-limit": "1 B", "logging.distributed": "error"}
-    with (
-        dask.config.set(config),
-        LocalCluster(n_workers=2, threads_per_worker=1, memory_limit=0, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    with dask.config.set(config), two_workers() as client:
         for way in args.transports:
             report["results"][way] = over(client, way, -(-args.messages // len(args.transports)), want)
             print(way, report["results"][way], flush=True)
     ran = report["results"].values()
     report["all"] = {k: sum(r[k] for r in ran) for k in ("spoiled", "accepted", "wrong_results", "workers_died")}
-    if args.out == "-":
-        print(json.dumps(report, indent=1))
-    else:
-        print(data.write_json(args.out, report))
+    data.put(args.out, report)
 
 
 if __name__ == "__main__":

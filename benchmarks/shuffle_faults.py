@@ -173,7 +173,7 @@ class Bench:
     """One variant's cluster."""
 
     def __init__(self, variant: str, transport: str, folder: str) -> None:
-        self.variant, self.folder = variant, folder
+        self.folder = folder
         kwargs: dict[str, Any] = {
             "n_workers": WORKERS,
             "threads_per_worker": 1,
@@ -398,10 +398,7 @@ def main(argv: list[str] | None = None) -> int:
         prices = rebalance_plan.Prices(unpack_per_byte=1.0, move_per_byte=0.0, spill_per_byte=0.0, fixed=0.0)
         rebalance.Binder._prices = lambda self, group, name: prices  # type: ignore[method-assign]
     start = time.perf_counter()
-    report: dict[str, Any] = {}
-    if os.path.exists(args.out):
-        with open(args.out) as f:
-            report = json.load(f)
+    report = data.earlier(args.out)
     report |= data.facts(f"{data.cores()} CPU cores, {WORKERS} worker processes of one thread under nannies, no GPU")
     report["benchmark"] = "shuffle_faults"
     results: dict[str, Any] = report.setdefault("variants", {})

@@ -20,7 +20,6 @@ are not those that went in.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -150,7 +149,7 @@ def main() -> None:
                     f"{w['peak_held_bytes'] / 1e6:.0f} at most of {result['budgets']['receive'] / 1e6:.0f}"
                 )
     above = [case for case, r in report["results"].items() if not all(w["within"] for w in r["workers"])]
-    print(json.dumps(report, indent=1) if args.out == "-" else data.write_json(args.out, report))
+    data.put(args.out, report)
     if above:
         raise SystemExit(f"above the bound: {above}")
 

@@ -21,14 +21,17 @@ import dask
 import dask.dataframe as dd
 import numpy as np
 import pandas as pd
-from distributed import Client, LocalCluster, wait
+from distributed import LocalCluster, wait
 
 import dask_gpurt
 from benchmarks import compare, data
 from benchmarks.shuffle import prepare
+from benchmarks.shuffle_meters import two_workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
+
+    from distributed import Client
 
 VARIANTS = ("p2p", "tasks", "gpurt")
 BYTES_PER_ROW = 70
@@ -75,15 +78,6 @@ def alone(operation: str, partitions: int, rows: int) -> float:
             left.set_index("k").sort_index()
         seconds += time.perf_counter() - start
     return seconds * partitions / few / 2
-
-
-@contextlib.contextmanager
-def cluster_for(variant: str) -> Iterator[Client]:
-    """Two workers of one thread."""
-    options: dict[str, Any] = {"n_workers": 2, "threads_per_worker": 1, "memory_limit": 0, "dashboard_address": ":0"}
-    make_one = dask_gpurt.local_cluster if variant == "gpurt" else LocalCluster
-    with make_one(**options) as cluster, Client(cluster) as client:
-        yield client
 
 
 def one(client: Client, variant: str, operation: str, inputs: tuple[Any, Any]) -> tuple[float, tuple[int, float]]:
@@ -143,7 +137,8 @@ def main() -> None:
     )
     results: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
-        clients = {variant: stack.enter_context(cluster_for(variant)) for variant in args.variants}
+        makes = {variant: dask_gpurt.local_cluster if variant == "gpurt" else LocalCluster for variant in args.variants}
+        clients = {variant: stack.enter_context(two_workers(make)) for variant, make in makes.items()}
         for operation in args.operations:
             for partitions in args.partitions:
                 name = f"{operation} {partitions}"

@@ -6,15 +6,34 @@ The frame: two int64, four float64, one text column. Peak memory is the kernel's
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
+from distributed import Client, LocalCluster
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 ROWS_PER_GB = 15_000_000
 VARIANTS = ("p2p", "tasks", "gpurt")
+#: Dask's configuration for workers that are compared: nothing is spilled, paused or ended for memory, and no warnings
+UNMANAGED: dict[str, Any] = {
+    f"distributed.worker.memory.{name}": False for name in ("target", "spill", "pause", "terminate")
+} | {"logging.distributed": "error"}
+
+
+@contextlib.contextmanager
+def two_workers(make: Callable[..., Any] = LocalCluster, **options: Any) -> Iterator[Client]:
+    """A client of a cluster of two processes with one thread each and no limit of memory."""
+    with (
+        make(n_workers=2, threads_per_worker=1, memory_limit=0, dashboard_address=":0", **options) as cluster,
+        Client(cluster) as client,
+    ):
+        yield client
 
 
 def make(i: int, n: int) -> pd.DataFrame:
@@ -50,8 +69,16 @@ def end() -> tuple[float, int]:
     return _cpu_seconds(), _status("VmHWM")
 
 
+async def take_over(dask_scheduler: Any, **settings: Any) -> None:
+    """On the scheduler: have its shuffles be ours, with these settings."""
+    from dask_gpurt.config import ShuffleSettings
+    from dask_gpurt.shuffle.scheduler.takeover import ShuffleTakeover
+
+    await ShuffleTakeover.install(dask_scheduler, ShuffleSettings(enabled=True, **settings))
+
+
 async def give_back(dask_scheduler: Any) -> dict[str, Any]:
-    """On the scheduler."""
+    """On the scheduler: have them be Dask's again; what ours did."""
     takeover = dask_scheduler.plugins["shuffle"].takeover
     while dask_scheduler.plugins["shuffle"].active_shuffles:  # noqa: ASYNC110
         await asyncio.sleep(0.02)

@@ -73,7 +73,7 @@ def longest(dask_scheduler: Any) -> tuple[float, str]:
 def one(client: Client, left: Any, right: Any, variant: str, rows: int) -> dict[str, Any]:
     """Join once."""
     if variant == "gpurt":
-        client.run_on_scheduler(shuffle.take_over, transport="auto")
+        client.run_on_scheduler(shuffle_meters.take_over)
     client.run_on_scheduler(longest)
     client.run(shuffle_meters.begin)
     start = time.perf_counter()

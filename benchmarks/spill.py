@@ -237,12 +237,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--add", action="store_true", help="keep the runs that are in --out already")
     parser.add_argument("--out", help="JSON file to write")
     args = parser.parse_args(argv)
-    runs: list[dict[str, Any]] = []
-    devices: list[dict[str, float]] = []
-    if args.add and args.out and os.path.exists(args.out):
-        with open(args.out) as f:
-            before = json.load(f)
-        runs, devices = before["runs"], before["device"]
+    before = data.earlier(args.out) if args.add else {}
+    runs: list[dict[str, Any]] = before.get("runs", [])
+    devices: list[dict[str, float]] = before.get("device", [])
     with tempfile.TemporaryDirectory() as folder:
         devices.append(device_bandwidth(folder))
     exercised = f"{data.cores()} CPU cores, worker processes under nannies, local disk, loopback, no GPU"

@@ -352,10 +352,7 @@ PARTS: dict[str, Callable[[str, int, int, str], Awaitable[Counter[str]]]] = {
 
 def add_up(path: str, kind: str, part: str, piece: tuple[int, int], counts: Counter[str]) -> str:
     """Add the counts of a piece to those in the file. A piece that is in it already is an error."""
-    report: dict[str, Any] = {}
-    if os.path.exists(path):
-        with open(path) as f:
-            report = json.load(f)
+    report = data.earlier(path)
     report.update(data.facts(f"{data.cores()} CPU cores, one process, local disk; kills: 2 worker processes"))
     report["benchmark"] = "spill_faults"
     pieces = report.setdefault("pieces", {}).setdefault(kind, {}).setdefault(part, [])

@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import json
 import os
 import signal
 import statistics
@@ -115,15 +114,9 @@ def shuffles(args: argparse.Namespace) -> dict[str, Any]:
     """Wall and CPU seconds of a real shuffle with each transport."""
     import dask
     import dask.dataframe as dd
-    from distributed import Client, LocalCluster, wait
+    from distributed import wait
 
     from benchmarks import shuffle_meters as small
-
-    async def install(dask_scheduler: Any, transport: str) -> None:
-        from dask_gpurt.config import ShuffleSettings
-        from dask_gpurt.shuffle.scheduler.takeover import ShuffleTakeover
-
-        await ShuffleTakeover.install(dask_scheduler, ShuffleSettings(enabled=True, transport=transport))
 
     def ways(dask_worker: Any) -> Any:
         from dask_gpurt.shuffle.counters import worker_statistics
@@ -131,13 +124,8 @@ def shuffles(args: argparse.Namespace) -> dict[str, Any]:
         stats = worker_statistics(dask_worker)
         return stats["links_lost"] + stats["transport_errors"], stats["transport"]["links"]
 
-    config = {f"distributed.worker.memory.{name}": False for name in ("target", "spill", "pause", "terminate")}
     out: dict[str, Any] = {}
-    with (
-        dask.config.set(config | {"logging.distributed": "error"}),
-        LocalCluster(n_workers=2, threads_per_worker=1, memory_limit=0, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    with dask.config.set(small.UNMANAGED), small.two_workers() as client:
         for n in args.partitions:
             rows = int(small.ROWS_PER_GB * args.size) // n
             d = dd.from_map(small.make, list(range(n)), n=rows, meta=small.make(0, 3).iloc[:0]).persist()
@@ -145,7 +133,7 @@ def shuffles(args: argparse.Namespace) -> dict[str, Any]:
             names = [*(t for t in args.transports if t not in SEALED), "auto"]  # those are in `transport_tls`
             runs: dict[str, list[dict[str, float]]] = {v: [] for v in names}
             for i, name in compare.turns(names, args.runs + 1):
-                client.run_on_scheduler(install, transport=name)
+                client.run_on_scheduler(small.take_over, transport=name)
                 before = client.run(small.begin)
                 start = time.perf_counter()
                 result = d.shuffle("k", shuffle_method="p2p").persist()
@@ -193,10 +181,7 @@ def main() -> None:
         "arguments": vars(args),
         "results": (shuffles if args.shuffle else killed if args.kill else messages)(args),
     }
-    if args.out == "-":
-        print(json.dumps(report, indent=1))
-    else:
-        print(data.write_json(args.out, report))
+    data.put(args.out, report)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import multiprocessing
 import os
 import socket
@@ -32,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import dask
 import numpy as np
 import pyarrow as pa
-from distributed import Client, LocalCluster, Security, wait
+from distributed import Security, wait
 
 from benchmarks import compare, data
 from benchmarks import shuffle_meters as small
@@ -40,17 +39,12 @@ from benchmarks import shuffle_meters as small
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from distributed import Client
+
 VARIANTS = ("stock", "stock-tls", "tcp", "rpc-tls", "tls", "tcp-sockets", "tls-sockets")
 RAW = ("plain", "memory", "socket", "flight")
 #: as `tcp/tls.py`
 _SEALED, _OPENED = 1 << 17, 1 << 18
-
-
-async def _install(dask_scheduler: Any, transport: str) -> None:
-    from dask_gpurt.config import ShuffleSettings
-    from dask_gpurt.shuffle.scheduler.takeover import ShuffleTakeover
-
-    await ShuffleTakeover.install(dask_scheduler, ShuffleSettings(enabled=True, transport=transport))
 
 
 def _fetch(allowed: bool) -> None:
@@ -72,7 +66,7 @@ def _once(client: Client, frame: Any, variant: str, rows: int) -> dict[str, floa
     ours = not variant.startswith("stock")
     if ours:
         client.run(_fetch, not variant.endswith("-sockets"))
-        client.run_on_scheduler(_install, transport="rpc" if variant.startswith("rpc") else "tcp")
+        client.run_on_scheduler(small.take_over, transport="rpc" if variant.startswith("rpc") else "tcp")
     before = client.run(small.begin)
     start = time.perf_counter()
     result = frame.shuffle("k", shuffle_method="p2p").persist()
@@ -98,10 +92,7 @@ def _cluster(args: argparse.Namespace, sealed: bool) -> Iterator[tuple[Client, A
     import dask.dataframe as dd
 
     security: Any = {"security": Security.temporary(), "protocol": "tls"} if sealed else {}
-    with (
-        LocalCluster(n_workers=2, threads_per_worker=1, memory_limit=0, dashboard_address=":0", **security) as cluster,
-        Client(cluster) as client,
-    ):
+    with small.two_workers(**security) as client:
         assert client.scheduler.address.startswith("tls" if sealed else "tcp")
         rows = int(small.ROWS_PER_GB * args.size) // args.partitions
         frame = dd.from_map(small.make, list(range(args.partitions)), n=rows, meta=small.make(0, 3).iloc[:0]).persist()
@@ -111,13 +102,8 @@ def _cluster(args: argparse.Namespace, sealed: bool) -> Iterator[tuple[Client, A
 
 def shuffles(args: argparse.Namespace) -> dict[str, Any]:
     """Wall and CPU seconds of each variant, medians and runs; wall seconds over those of others in the same round."""
-    config = {f"distributed.worker.memory.{name}": False for name in ("target", "spill", "pause", "terminate")}
     runs: dict[str, list[dict[str, float]]] = {v: [] for v in args.variants}
-    with (
-        dask.config.set(config | {"logging.distributed": "error"}),
-        _cluster(args, False) as plain,
-        _cluster(args, True) as sealed,
-    ):
+    with dask.config.set(small.UNMANAGED), _cluster(args, False) as plain, _cluster(args, True) as sealed:
         for i, variant in compare.turns(list(args.variants), args.runs + 1):
             client, frame, rows = sealed if "tls" in variant else plain
             # Dask sends work to the current client, which is that of the cluster made last.
@@ -311,10 +297,7 @@ def main() -> None:
         "arguments": vars(args),
         "results": (raw if args.raw else shuffles)(args),
     }
-    if args.out == "-":
-        print(json.dumps(report, indent=1))
-    else:
-        print(data.write_json(args.out, report))
+    data.put(args.out, report)
 
 
 if __name__ == "__main__":

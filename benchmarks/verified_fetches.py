@@ -15,19 +15,22 @@ Dask's own log of transfers has them (`fetch`), CPU seconds of both workers (`cp
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dask
 import numpy as np
 import pandas as pd
 import xxhash
-from distributed import Client, LocalCluster, wait
+from distributed import wait
 
 from benchmarks import compare, data
+from benchmarks.shuffle_meters import UNMANAGED, two_workers
+
+if TYPE_CHECKING:
+    from distributed import Client
 
 VARIANTS = ("stock", "verified")
 #: MB of a partition
@@ -102,13 +105,8 @@ def _hash_us_per_mb(mb: int) -> float:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """By size: medians and runs of each variant, and the ratios of runs in one round."""
-    config = {f"distributed.worker.memory.{name}": False for name in ("target", "spill", "pause", "terminate")}
     out: dict[str, Any] = {}
-    with (
-        dask.config.set(config | {"logging.distributed": "error"}),
-        LocalCluster(n_workers=2, threads_per_worker=1, memory_limit=0, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    with dask.config.set(UNMANAGED), two_workers() as client:
         for mb in args.sizes:
             count = max(1, args.total // mb)
             runs: dict[str, list[dict[str, float]]] = {v: [] for v in VARIANTS}
@@ -146,10 +144,7 @@ def main() -> None:
         "arguments": vars(args),
         "results": measure(args),
     }
-    if args.out == "-":
-        print(json.dumps(report, indent=1))
-    else:
-        print(data.write_json(args.out, report))
+    data.put(args.out, report)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
 """NVIDIA's management library: `look` takes a `Snapshot` of the GPUs of this machine, `load` says how busy one is.
-
 `gpus` are their models alone, for the class of a node.
 
 It makes no CUDA context. `pynvml` is of the wheel nvidia-ml-py, in the extras `cu12` and `cu13`.

@@ -1,6 +1,8 @@
 """`local_cluster`: a `distributed.LocalCluster` with the extension, which says in one line why it did not start.
 
-With ``gpus`` it is dask-cuda's ``LocalCUDACluster``, see `dask_gpurt.client.gpus`.
+With ``gpus`` it is dask-cuda's ``LocalCUDACluster``: the workers are dask-cuda's, with its limits, pools and
+``DeviceHostFile``. They are sent their part by the scheduler, after dask-cuda has set them up: preloads of ours would
+come before that, and dask-cuda gives all preloads the arguments of its own.
 
 Dask's own error for any failed start is "Cluster failed to start: Scheduler failed to start." or "Nanny failed to
 start."; the reason is its cause, some tracebacks above.
@@ -16,7 +18,6 @@ from distributed.core import Status
 
 from dask_gpurt import planning
 from dask_gpurt.backends import dask_cuda
-from dask_gpurt.client.gpus import on_gpus
 from dask_gpurt.config import Settings
 from dask_gpurt.config_schema import flat, write
 from dask_gpurt.errors import ConfigError, InstallError
@@ -79,7 +80,7 @@ def local_cluster(
         if loaded.tiers.device == "on" and loaded.tiers.enabled:
             require_device_tier(dask_cuda.asked(kwargs))
         cluster = type("GpurtLocalCUDACluster", (GpurtLocalCluster, dask_cuda.local_cuda_cluster()), {})
-        kwargs = on_gpus(gpus, kwargs)
+        kwargs["CUDA_VISIBLE_DEVICES"] = _visible(gpus, kwargs)
     # Again: the body of the preload runs once per process, and `dask.config.refresh` forgets what it announced.
     hook.announce()
     return cluster(scheduler_kwargs=scheduler_kwargs, **kwargs)
@@ -158,3 +159,28 @@ def _add_preload(role: str, kwargs: dict[str, Any], argv: list[str]) -> None:
     mine = [a for module, given in pairs if module in PRELOADS for a in given]
     kwargs["preload"] = [*(module for module, _ in others), PRELOAD]
     kwargs["preload_argv"] = [*(given for _, given in others), [*mine, *argv]]
+
+
+def _visible(gpus: int | str | Sequence[int | str], options: Mapping[str, Any]) -> list[str]:
+    """The GPUs that `gpus` names, of a cluster with these `options` of the user; errors as of `local_cluster`."""
+    if "CUDA_VISIBLE_DEVICES" in options:
+        raise ConfigError("gpus and CUDA_VISIBLE_DEVICES both say which GPUs. Remedy: give gpus alone")
+    visible, reason = dask_cuda.visible_gpus()
+    if not visible:
+        raise InstallError(
+            f"gpus is {gpus!r}, and this process sees no GPU ({reason}). Remedy: `dask gpurt doctor` says what is "
+            "missing; without gpus= the cluster needs none"
+        )
+    if gpus == "all":
+        return visible
+    if isinstance(gpus, int) and not isinstance(gpus, bool) and 1 <= gpus <= len(visible):
+        return visible[:gpus]
+    if isinstance(gpus, (list, tuple, range)) and gpus:
+        chosen = [str(gpu) for gpu in gpus]
+        known = set(visible)
+        if len(set(chosen)) == len(chosen) and all(gpu in known or gpu.startswith(("GPU-", "MIG-")) for gpu in chosen):
+            return chosen
+    raise ConfigError(
+        f"gpus is {gpus!r}, and this process sees {len(visible)} ({', '.join(visible)}). It must be a number from 1 to "
+        f"{len(visible)}, a list of different ones of these or of their UUIDs, or 'all'"
+    )

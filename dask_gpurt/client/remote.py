@@ -88,7 +88,7 @@ def places(dask_scheduler: Scheduler, keys: Iterable[Any]) -> dict[Any, dict[str
 
 def counted(dask_scheduler: Scheduler, figures: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """A snapshot for a report, with the figures that workers have just given."""
-    from dask_gpurt.observe.figures.node_class import key_of
+    from dask_gpurt.model.node_class import key_of
 
     plugin = _plugin(dask_scheduler)
     if plugin is None:
@@ -258,6 +258,6 @@ async def checkup(dask_worker: Worker, leaders: list[str], seconds: float) -> di
 
 def stack() -> dict[str, str]:
     """The versions of what a process runs on."""
-    from dask_gpurt.doctor.stack import versions
+    from dask_gpurt.backends.system import versions
 
     return versions()

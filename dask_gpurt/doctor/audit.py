@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from dask_gpurt.doctor.check import Node
     from dask_gpurt.doctor.finding import Verdict
 
-BACKENDS = ("cpu", "cuda", "rocm")
 #: distributions that bring libraries of a vendor (nvidia-ml-py is Python only), and those libraries
 _DISTRIBUTIONS = {
     "cuda": re.compile(r"(nvidia-(?!ml-py$).+|cuda-(?!python$|pathfinder$).+|cupy-cuda.+|.+-cu1\d)"),

@@ -17,9 +17,9 @@ from dask_gpurt.doctor.finding import Finding, State, Verdict, findings_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from dask_gpurt.backends.system import System
     from dask_gpurt.doctor.feed import Fed
     from dask_gpurt.doctor.gpus import Gpu
-    from dask_gpurt.doctor.system import System
 
 #: seconds for all checks together
 TOTAL_SECONDS = 9.0

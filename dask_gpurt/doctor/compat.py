@@ -11,9 +11,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dask_gpurt.backends.system import versions
 from dask_gpurt.doctor.check import Check
 from dask_gpurt.doctor.finding import ok, warn
-from dask_gpurt.doctor.stack import versions
 
 if TYPE_CHECKING:
     import logging
@@ -42,7 +42,7 @@ def untested(of: str, installed: Mapping[str, str]) -> list[str]:
     of
         ``cpu``, ``cuda`` or ``rocm``.
     installed
-        As of `dask_gpurt.doctor.stack.versions`.
+        As of `dask_gpurt.backends.system.versions`.
     """
     sets = table()[of]
     if not sets:

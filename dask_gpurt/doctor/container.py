@@ -15,9 +15,9 @@ from dask_gpurt.doctor.gpu import AMD, NVIDIA, pci_devices
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from dask_gpurt.backends.system import System
     from dask_gpurt.doctor.check import Node
     from dask_gpurt.doctor.finding import Verdict
-    from dask_gpurt.doctor.system import System
 
 _ACCOUNT = "var/run/secrets/kubernetes.io/serviceaccount"
 _SECONDS = 2.0

@@ -10,9 +10,9 @@ from dask_gpurt.doctor.finding import fail, ok, warn
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from dask_gpurt.backends.system import System
     from dask_gpurt.doctor.check import Node
     from dask_gpurt.doctor.finding import Verdict
-    from dask_gpurt.doctor.system import System
 
 #: shares of periods in which a group was stopped
 _THROTTLED_WARN, _THROTTLED_FAIL = 0.05, 0.25

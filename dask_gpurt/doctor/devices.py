@@ -16,9 +16,9 @@ from dask_gpurt.doctor.gpus import is_wanted
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from dask_gpurt.backends.system import System
     from dask_gpurt.doctor.check import Node
     from dask_gpurt.doctor.finding import Verdict
-    from dask_gpurt.doctor.system import System
 
 _KFD = "sys/class/kfd/kfd/topology/nodes"
 _SECONDS = 4.0

@@ -24,9 +24,9 @@ from dask_gpurt.tiers.storage.disk.tier import DiskTier
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from dask_gpurt.backends.system import System
     from dask_gpurt.doctor.check import Node
     from dask_gpurt.doctor.finding import Verdict
-    from dask_gpurt.doctor.system import System
 
 _FIRST, _BYTES = 1 << 20, 64 << 20
 _SYNCS = 64

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from distributed import Worker
 
     from dask_gpurt.backends.nvml import Device, Load
+    from dask_gpurt.backends.system import System
     from dask_gpurt.doctor.gpus import Gpu
-    from dask_gpurt.doctor.system import System
 
 logger = logging.getLogger("distributed.worker.gpurt")
 

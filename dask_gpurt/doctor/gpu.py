@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from dask_gpurt.backends.nvml import Snapshot
+    from dask_gpurt.backends.system import System
     from dask_gpurt.doctor.check import Node
     from dask_gpurt.doctor.finding import Verdict
-    from dask_gpurt.doctor.system import System
 
 NVIDIA, AMD = "0x10de", "0x1002"
 _PCI = "sys/bus/pci/devices"

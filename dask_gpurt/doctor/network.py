@@ -16,9 +16,9 @@ from dask_gpurt.doctor.finding import fail, ok, warn
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from dask_gpurt.backends.system import System
     from dask_gpurt.doctor.check import Node
     from dask_gpurt.doctor.finding import Verdict
-    from dask_gpurt.doctor.system import System
 
 _RETRANSMITTED_WARN, _RETRANSMITTED_FAIL = 0.001, 0.01
 #: segments below which a share says nothing

@@ -14,9 +14,9 @@ from dask_gpurt.doctor.finding import fail, na, ok, warn
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from dask_gpurt.backends.system import System
     from dask_gpurt.doctor.check import Node
     from dask_gpurt.doctor.finding import Verdict
-    from dask_gpurt.doctor.system import System
 
 _CARDS = "sys/class/infiniband"
 #: values of UCX_TLS with which verbs are used

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from dask_gpurt.backends.nvml import Snapshot
+    from dask_gpurt.backends.system import System
     from dask_gpurt.doctor.check import Node
     from dask_gpurt.doctor.finding import Verdict
-    from dask_gpurt.doctor.system import System
 
 _PCI = "sys/bus/pci/devices"
 

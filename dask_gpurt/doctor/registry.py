@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import dask.config
 
+from dask_gpurt.backends.system import System
 from dask_gpurt.config import Settings
 from dask_gpurt.doctor import audit, compat, container, cpu, devices, disk, gpu, host, network, nic, numa, starved, xid
 from dask_gpurt.doctor.check import Check, Node, run
 from dask_gpurt.doctor.gpus import Driver, Gpu, Recorded, write
-from dask_gpurt.doctor.system import System
 
 if TYPE_CHECKING:
     from dask_gpurt.doctor.finding import Finding

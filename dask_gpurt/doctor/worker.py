@@ -9,12 +9,11 @@ import socket
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from dask_gpurt.backends.system import System, versions
 from dask_gpurt.doctor.check import Node, run
 from dask_gpurt.doctor.gpus import Driver
 from dask_gpurt.doctor.network import interfaces
 from dask_gpurt.doctor.registry import CHECKS
-from dask_gpurt.doctor.stack import versions
-from dask_gpurt.doctor.system import System
 
 if TYPE_CHECKING:
     from distributed import Worker

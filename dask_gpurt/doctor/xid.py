@@ -14,9 +14,9 @@ from dask_gpurt.doctor.gpu import NVIDIA, pci_devices
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from dask_gpurt.backends.system import System
     from dask_gpurt.doctor.check import Node
     from dask_gpurt.doctor.finding import Verdict
-    from dask_gpurt.doctor.system import System
 
 #: those of a program: a kernel that reads where it may not, or was ended. All others, unknown ones too, are the card's.
 OF_PROGRAMS = frozenset((13, 31, 43, 45, 68, 109))
@@ -43,22 +43,23 @@ def xid_of(line: str) -> Xid | None:
     return None if match is None else Xid(int(match[3]), match[2], int(match[1]) / 1e6)
 
 
-def _records(system: System) -> Iterator[str]:
-    """What the log holds now; OSError where this user may not read it."""
-    fd = os.open(system.path("dev/kmsg"), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        for _ in range(_RECORDS):
-            try:
-                record = os.read(fd, 8192)
-            except BlockingIOError:
-                return
-            except BrokenPipeError:
-                continue  # the ring has gone on past this record
-            if not record:
-                return
-            yield from record.decode("utf-8", "replace").splitlines()
-    finally:
-        os.close(fd)
+def opened(system: System) -> int:
+    """The kernel's log, opened so that a read does not wait; OSError where this user may not read it."""
+    return os.open(system.path("dev/kmsg"), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def lines(log: int, most: int) -> Iterator[str]:
+    """What an opened log holds that was not read yet, of so many records at most."""
+    for _ in range(most):
+        try:
+            record = os.read(log, 8192)
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            continue  # the ring has gone on past this record
+        if not record:
+            return
+        yield from record.decode("utf-8", "replace").splitlines()
 
 
 def _look(node: Node) -> Iterator[Verdict]:
@@ -69,11 +70,15 @@ def _look(node: Node) -> Iterator[Verdict]:
     uptime = float((system.text("proc/uptime") or "0").split()[0])
     counts: dict[tuple[int, str], int] = {}
     try:
-        for line in _records(system):
-            xid = xid_of(line)
-            if xid is not None and xid.seconds > uptime - _DAY_SECONDS:
-                key = xid.number, xid.device
-                counts[key] = counts.get(key, 0) + 1
+        log = opened(system)
+        try:
+            for line in lines(log, _RECORDS):
+                xid = xid_of(line)
+                if xid is not None and xid.seconds > uptime - _DAY_SECONDS:
+                    key = xid.number, xid.device
+                    counts[key] = counts.get(key, 0) + 1
+        finally:
+            os.close(log)
     except OSError as e:
         yield na(f"the kernel's log cannot be read: {e.strerror}")
         return

@@ -60,10 +60,8 @@ class GpurtScheduler(SchedulerPlugin):
     name = NAME
     transition = ignored
 
-    def __init__(self, settings: Settings, *, next_use: bool = True) -> None:
+    def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        #: False: no hints to the tiers, so that benchmarks can tell what they are worth
-        self._send_next_use = next_use
         self.scheduler: Scheduler | None = None
         self.parts: Parts | None = None
         self.next_use: NextUsePlugin | None = None
@@ -114,7 +112,7 @@ class GpurtScheduler(SchedulerPlugin):
                 await self.parts.add("quarantine", self._add_quarantine, wanted=False)
             await self.parts.add("workers", self._add_workers)
             # After the workers' part, hence removed before it: no hint is sent to a worker without it.
-            if self.settings.tiers.enabled and self._send_next_use:
+            if self.settings.tiers.enabled:
                 await self.parts.add("next-use", self._add_next_use)
             if self.settings.tiers.enabled and self.settings.tiers.object_store is not None:
                 await self.parts.add("shared-copies", self._add_shared_copies)
@@ -130,7 +128,7 @@ class GpurtScheduler(SchedulerPlugin):
             self.scheduler = None
             raise
         if self.settings.observe.enabled:
-            self.plots, self.metrics = told.show(self, scheduler)
+            self.plots, self.metrics = told.show(self.figures, scheduler)
         frozen.freeze(scheduler, len(scheduler.tasks))
         on = [name for name, state in self.parts.state.items() if state == "on"]
         logger.info(
@@ -390,20 +388,7 @@ class GpurtScheduler(SchedulerPlugin):
 
     def figures(self) -> dict[str, Any]:
         """What the engines tell of themselves; plain JSON values."""
-        return told.figures(self)
-
-    def statistics(self) -> dict[str, Any]:
-        """Plain JSON values; see `dask_gpurt.status`."""
-        out = told.statistics(self)
-        for name, part in (("corrupt_fetches", self.corrupt), ("events", self.journal)):
-            if part is not None:
-                out[name] = part.statistics()
-        return out
-
-    @property
-    def told(self) -> dict[str, told.Part | None]:
-        """Its parts by the name that they have in `figures`; None: not installed."""
-        return {
+        parts: dict[str, Any] = {
             "preflight": self.gate,
             "quarantine": self.quarantine,
             "next_use": self.next_use,
@@ -414,6 +399,25 @@ class GpurtScheduler(SchedulerPlugin):
             "runs": self.runs,
             "trace": self.trace,
         }
+        news = {"exceptions": self.news_exceptions, "last_traceback": self.news_traceback}
+        return {"tier_news": news} | {name: part.statistics() for name, part in parts.items() if part is not None}
+
+    def statistics(self) -> dict[str, Any]:
+        """Plain JSON values; see `dask_gpurt.status`."""
+        out: dict[str, Any] = {
+            "version": __version__,
+            "policy": self.settings.policy,
+            "parts": dict(self.parts.state) if self.parts else {},
+            "plots": self.plots,
+            "metrics": self.metrics,
+            "refused": told.refused(self.scheduler),
+            "safe": dict(self.safe_since),
+            **self.figures(),
+        }
+        for name, part in (("corrupt_fetches", self.corrupt), ("events", self.journal)):
+            if part is not None:
+                out[name] = part.statistics()
+        return out
 
 
 def _require_answer(bucket: Bucket, prefix: str) -> None:

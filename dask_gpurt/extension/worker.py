@@ -18,9 +18,9 @@ from distributed.core import Status
 
 from dask_gpurt._version import __version__
 from dask_gpurt.backends import cuda, nvtx
+from dask_gpurt.backends.system import System
 from dask_gpurt.doctor.feed import Feed
 from dask_gpurt.doctor.gpus import Driver
-from dask_gpurt.doctor.system import System
 from dask_gpurt.errors import GpurtError
 from dask_gpurt.extension.fetches import Fetches
 from dask_gpurt.extension.parts import NAME, Parts, versions

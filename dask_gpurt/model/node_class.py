@@ -20,10 +20,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from distributed.scheduler import WorkerState
+
 #: of the layout of `NodeClass.to_dict`
 VERSION = 1
 #: where the scheduler keeps it, in the ``extra`` of a worker
 EXTRA = "gpurt_node_class"
+#: in place of the key, of a worker that has not said its own
+UNKNOWN = "unknown"
 
 _GiB = 2**30
 #: words of CPU and GPU names that do not distinguish
@@ -104,6 +108,12 @@ class NodeClass:
             )
         except (KeyError, TypeError) as e:
             raise ValueError(f"not a node class: {e!r}") from e
+
+
+def key_of(ws: WorkerState | None) -> str:
+    """The key that the scheduler keeps of a worker; `UNKNOWN` of one that runs stock, for example."""
+    kept = (getattr(ws, "extra", None) or {}).get(EXTRA) or {}
+    return str(kept.get("key", UNKNOWN))
 
 
 def _slug(name: str) -> str:

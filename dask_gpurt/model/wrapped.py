@@ -1,4 +1,5 @@
 """`Wrapped`: a method of one object, or a handler of a dict, wrapped for a while. Others may wrap it before and after.
+`StatusChanges`: the scheduler's handler of what workers say of their status.
 
 What was set on the object itself before is put back. Where others have wrapped ours in turn it stays in their chain; it
 is no longer active then, and only passes the call on.
@@ -44,3 +45,28 @@ class Wrapped(ABC):
             self._place[self._name] = self._stock
         else:
             del self._place[self._name]
+
+
+class StatusChanges(Wrapped):
+    """Keeps some changes of status of some workers from the scheduler.
+
+    Parameters
+    ----------
+    keeps
+        Of status, worker and stimulus: whether it is kept back.
+    """
+
+    def __init__(self, handlers: dict[str, Any], keeps: Callable[[str, str, str], bool]) -> None:
+        self._keeps = keeps
+        super().__init__(handlers, "worker-status-change")
+
+    def _wrap(self, stock: Callable[..., None]) -> Callable[..., None]:
+        def handle(status: str, worker: str, stimulus_id: str, **kwargs: Any) -> None:
+            if not (self._active and self._keeps(status, worker, stimulus_id)):
+                stock(status=status, worker=worker, stimulus_id=stimulus_id, **kwargs)
+
+        return handle
+
+    def deliver(self, worker: str, stimulus_id: str) -> None:
+        """Hand on that a worker runs, which was kept back."""
+        self._stock(status="running", worker=worker, stimulus_id=stimulus_id)

@@ -43,7 +43,7 @@ from dask_gpurt.model.circuit_breaker import Guard
 from dask_gpurt.model.events import Event, Sink, null_sink
 from dask_gpurt.model.no_hook import ignored
 from dask_gpurt.model.node_class import EXTRA, NodeClass
-from dask_gpurt.model.wrapped import Wrapped
+from dask_gpurt.model.wrapped import StatusChanges
 from dask_gpurt.preflight import judge
 from dask_gpurt.preflight.checks import Finding, State
 from dask_gpurt.preflight.members import Member, Mode, Phase
@@ -51,7 +51,7 @@ from dask_gpurt.preflight.restrictions import ClassRestrictions
 from dask_gpurt.preflight.worker import OP
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from distributed import Scheduler
 
@@ -67,26 +67,6 @@ _COUNTED = ("clean", "warned", "failed", "closed", "no_answer", "let_go")
 _TICK_SECONDS = 1.0
 
 
-class _Running(Wrapped):
-    """Keeps ``running`` of some workers from the scheduler."""
-
-    def __init__(self, handlers: dict[str, Any], keeps: Callable[[str, str, str], bool]) -> None:
-        self._keeps = keeps
-        super().__init__(handlers, "worker-status-change")
-
-    def _wrap(self, stock: Callable[..., None]) -> Callable[..., None]:
-        def handle(status: str, worker: str, stimulus_id: str, **kwargs: Any) -> None:
-            if self._active and self._keeps(status, worker, stimulus_id):
-                return
-            stock(status=status, worker=worker, stimulus_id=stimulus_id, **kwargs)
-
-        return handle
-
-    def deliver(self, worker: str, stimulus_id: str) -> None:
-        """Hand on what was kept back."""
-        self._stock(status="running", worker=worker, stimulus_id=stimulus_id)
-
-
 class Gate(SchedulerPlugin):
     """The gate of one scheduler.
 
@@ -98,21 +78,12 @@ class Gate(SchedulerPlugin):
         Modules that each worker must be able to import, beside those of the engines.
     sink
         Gets one event for each worker with findings.
-    clock
-        Seconds, for the limits.
     """
 
     name = "gpurt-preflight"
     transition = ignored
 
-    def __init__(
-        self,
-        mode: Mode,
-        imports: Sequence[str] = (),
-        *,
-        sink: Sink = null_sink,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, mode: Mode, imports: Sequence[str] = (), *, sink: Sink = null_sink) -> None:
         self.mode = mode
         self.members: dict[str, Member] = {}
         self.restrictions = ClassRestrictions()
@@ -121,11 +92,11 @@ class Gate(SchedulerPlugin):
         self.counts = dict.fromkeys(_COUNTED, 0)
         self._imports = tuple(imports)
         self._sink = sink
-        self._clock = clock
+        self._clock = time.monotonic
         self._draw = random.Random()
         self._stack: dict[str, str] = {}
         self._scheduler: Scheduler | None = None
-        self._running: _Running | None = None
+        self._running: StatusChanges | None = None
         self._timer: asyncio.TimerHandle | None = None
         #: since when workers are held and none has passed; None: that is not so
         self._none_since: float | None = None
@@ -150,7 +121,7 @@ class Gate(SchedulerPlugin):
         self.restrictions.start(scheduler)
         scheduler.handlers[OP] = self.answer
         if self.mode.holds:
-            self._running = _Running(scheduler.stream_handlers, self._keeps)
+            self._running = StatusChanges(scheduler.stream_handlers, self._keeps)
             self._running.install()
         for address in scheduler.workers:
             self.members[address] = Member(address, self._clock(), gated=False)

@@ -18,18 +18,16 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distributed.active_memory_manager import ActiveMemoryManagerExtension, RetireWorker
 from distributed.core import Status
 
 from dask_gpurt.model.checks import require_call, require_names
 from dask_gpurt.model.take_back import take_back
-from dask_gpurt.model.wrapped import Wrapped
+from dask_gpurt.model.wrapped import StatusChanges
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from distributed import Scheduler
     from distributed.scheduler import TaskState, WorkerState
 
@@ -56,21 +54,6 @@ class Held:
     policy: RetireWorker | None = None
 
 
-class _Statuses(Wrapped):
-    """Keeps from the scheduler what held workers say of their status."""
-
-    def __init__(self, handlers: dict[str, Any], keeps: Callable[[str, str], bool]) -> None:
-        self._keeps = keeps
-        super().__init__(handlers, "worker-status-change")
-
-    def _wrap(self, stock: Callable[..., None]) -> Callable[..., None]:
-        def handle(status: str, worker: str, stimulus_id: str, **kwargs: Any) -> None:
-            if not (self._active and self._keeps(status, worker)):
-                stock(status=status, worker=worker, stimulus_id=stimulus_id, **kwargs)
-
-        return handle
-
-
 class Holds:
     """The held workers of one scheduler."""
 
@@ -79,7 +62,7 @@ class Holds:
         self.held: dict[str, Held] = {}
         #: tasks that were asked back
         self.taken_back = 0
-        self._statuses: _Statuses | None = None
+        self._statuses: StatusChanges | None = None
         self._manager: ActiveMemoryManagerExtension | None = None
 
     def check(self) -> None:
@@ -107,7 +90,7 @@ class Holds:
         if ws is None or worker in self.held or ws.status.name not in _WORKING:
             return False
         if self._statuses is None:
-            self._statuses = _Statuses(self._scheduler.stream_handlers, self._keeps)
+            self._statuses = StatusChanges(self._scheduler.stream_handlers, self._keeps)
             self._statuses.install()
         self.held[worker] = Held(worker, time.time(), ws.status.name)
         self._scheduler.handle_worker_status_change(Status.closing_gracefully, ws, _stimulus("hold"))
@@ -148,7 +131,7 @@ class Holds:
         self.held.pop(worker, None)
         self._rest()
 
-    def _keeps(self, status: str, worker: str) -> bool:
+    def _keeps(self, status: str, worker: str, stimulus_id: str) -> bool:
         held = self.held.get(worker)
         if held is None:
             return False

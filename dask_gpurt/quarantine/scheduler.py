@@ -71,28 +71,19 @@ class Quarantine(SchedulerPlugin):
         Gives how many times the usual time tasks take on each worker, where that is known.
     sink
         Gets an event for each suspect, and for what becomes of it.
-    clock
-        Seconds.
     """
 
     name = "gpurt-quarantine"
     transition = ignored
 
-    def __init__(
-        self,
-        mode: Mode,
-        slowness: Callable[[], Mapping[str, float]],
-        *,
-        sink: Sink = null_sink,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, mode: Mode, slowness: Callable[[], Mapping[str, float]], *, sink: Sink = null_sink) -> None:
         self.mode = mode
         self.evidence = Evidence()
         self.guard = Guard("quarantine", logger, sink=sink)
         self.counts = {"suspects": 0, "held": 0, "alarms": 0, "released": 0, "let_go": 0}
         self._slowness = slowness
         self._sink = sink
-        self._clock = clock
+        self._clock = time.monotonic
         self._scheduler: Scheduler | None = None
         self._holds: Holds | None = None
         self._timer: asyncio.TimerHandle | None = None

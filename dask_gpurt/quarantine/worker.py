@@ -14,10 +14,9 @@ import math
 import os
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.backends.system import System as Machine
+from dask_gpurt.backends.system import System
 from dask_gpurt.doctor.gpu import NVIDIA, pci_devices
-from dask_gpurt.doctor.system import System
-from dask_gpurt.doctor.xid import OF_PROGRAMS, xid_of
+from dask_gpurt.doctor.xid import OF_PROGRAMS, lines, opened, xid_of
 from dask_gpurt.preflight import known_answer
 
 if TYPE_CHECKING:
@@ -103,12 +102,12 @@ class Health:
 
     async def known_answer(self) -> float:
         """Seconds of the known computation on this worker, in a thread; infinite where the answer is wrong."""
-        measured = await asyncio.to_thread(known_answer.measure, Machine())
+        measured = await asyncio.to_thread(known_answer.measure, System())
         return measured.own_seconds if measured.digest == known_answer.ANSWER else math.inf
 
     async def _follow(self) -> None:
         try:
-            log = os.open(self._system.path("dev/kmsg"), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            log = opened(self._system)
         except OSError as e:
             logger.info("dask-gpurt: errors of cards are not watched, the kernel's log cannot be read: %s", e.strerror)
             return
@@ -125,17 +124,8 @@ class Health:
             os.close(log)
 
     def _read(self, log: int) -> None:
-        """Take in what was written since the last look. Does not block: each read is one record, or none."""
-        for _ in range(_RECORDS):
-            try:
-                record = os.read(log, 8192)
-            except BlockingIOError:
-                return
-            except BrokenPipeError:
-                continue  # the ring has gone on past this record
-            if not record:
-                return
-            for line in record.decode("utf-8", "replace").splitlines():
-                xid = xid_of(line)
-                if xid is not None and xid.number not in OF_PROGRAMS:
-                    self._xid = f"Xid {xid.number} of {xid.device}, {xid.seconds:.0f} s after the machine's start"
+        """Take in what was written since the last look. Does not block."""
+        for line in lines(log, _RECORDS):
+            xid = xid_of(line)
+            if xid is not None and xid.number not in OF_PROGRAMS:
+                self._xid = f"Xid {xid.number} of {xid.device}, {xid.seconds:.0f} s after the machine's start"

@@ -63,8 +63,6 @@ class Calibration:
     #: by number of the worker
     slowness: dict[int, float]
     link: Link
-    #: recorded transfers that the link was fitted to
-    transfers: int
 
     @classmethod
     def of(cls, trace: Trace) -> Calibration:
@@ -73,13 +71,11 @@ class Calibration:
         notes = [
             t.finished_seconds - t.compute_stop_seconds for t in ran if t.finished_seconds and t.compute_stop_seconds
         ]
-        link, transfers = _link(trace, ran)
         return cls(
             overhead_seconds=_within(_median(_pauses(trace, ran), 1e-3), _OVERHEAD),
             message_seconds=_within(statistics.median(notes or [1e-3]), _MESSAGE),
             slowness=_slowness(ran),
-            link=link,
-            transfers=transfers,
+            link=_link(trace, ran),
         )
 
 
@@ -136,7 +132,7 @@ def _slowness(ran: list[TracedTask]) -> dict[int, float]:
     return out
 
 
-def _link(trace: Trace, ran: list[TracedTask]) -> tuple[Link, int]:
+def _link(trace: Trace, ran: list[TracedTask]) -> Link:
     """Theil and Sen's line: the median of the slopes between all two transfers, then the median of what is left.
 
     The live fit (`topology.links`) follows a link as it changes and keeps few samples; a trace is there as a whole,
@@ -150,7 +146,7 @@ def _link(trace: Trace, ran: list[TracedTask]) -> tuple[Link, int]:
             if nbytes and x.source is not None:
                 seen.append((nbytes, x.stop_seconds - x.start_seconds))
     if not seen:
-        return _SEED, 0
+        return _SEED
     some = sorted(seen)[:: -(-len(seen) // FITTED)]
     apart = max(APART_BYTES, max(nbytes for nbytes, _ in some) // 4)
     slopes = [
@@ -164,7 +160,7 @@ def _link(trace: Trace, ran: list[TracedTask]) -> tuple[Link, int]:
     # All of one size, or larger ones no slower: nothing is known of the bandwidth.
     slope = slope if slope >= 1 / FASTEST else 1 / _SEED.bytes_per_second
     latency = statistics.median(seconds - nbytes * slope for nbytes, seconds in some)
-    return Link(latency_seconds=max(latency, 1e-4), bytes_per_second=1 / slope), len(seen)
+    return Link(latency_seconds=max(latency, 1e-4), bytes_per_second=1 / slope)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,16 +179,10 @@ class Phase:
     """Graphs that overlap in time. Between two phases the recorded cluster had nothing to do."""
 
     submissions: tuple[Submission, ...]
-    #: when it began and how long it took in the trace
-    begin_seconds: float
+    #: how long it took in the trace
     recorded_seconds: float
     #: outputs that the client let go of before the next phase
     released: tuple[Key, ...] = ()
-
-    @property
-    def tasks(self) -> int:
-        """How many tasks were submitted in it."""
-        return sum(len(s.keys) for s in self.submissions)
 
 
 def workload(trace: Trace, calibration: Calibration) -> tuple[Workload, list[Phase]]:
@@ -300,7 +290,7 @@ def _phases(trace: Trace, kept: list[int], keys: dict[int, Any]) -> list[Phase]:
                 gone = trace.tasks[n].released_seconds
                 if gone is not None and gone <= after:
                     released.append(keys[n])
-        out.append(Phase(tuple(submissions), begin, end - begin, tuple(released)))
+        out.append(Phase(tuple(submissions), end - begin, tuple(released)))
     return out
 
 

@@ -9,7 +9,9 @@ of the recorded policy is from what was recorded; it is the first thing to look 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import gc
 import re
 import time
 from typing import TYPE_CHECKING
@@ -21,11 +23,11 @@ from dask_gpurt.errors import ConfigError
 from dask_gpurt.simulate import calibrate, policies
 from dask_gpurt.simulate.clock import patched
 from dask_gpurt.simulate.model import Cluster, Path, Result
-from dask_gpurt.simulate.quiet import without_collection, without_log
+from dask_gpurt.simulate.run import without_log
 from dask_gpurt.simulate.simulation import STUCK_SECONDS, Simulation, SimulationError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from dask_gpurt.observe.trace.reader import Trace
     from dask_gpurt.placement.decide.policy import Policy
@@ -142,7 +144,7 @@ def replay(
     recorded = str(trace.about.get("config", {}).get("policy", "stock"))
     name = policy if isinstance(policy, str) else type(policy).__name__
     began = time.perf_counter()
-    with dask.config.set(_CONFIG | policies.configuration(policy)), without_log(), without_collection():
+    with dask.config.set(_CONFIG | policies.configuration(policy)), without_log(), _without_collection():
         result, spans = asyncio.run(_run(load, phases, cluster, policy, seed, trace.about.get("durations") or {}))
     result.policy = name
     result.wall_seconds = time.perf_counter() - began
@@ -160,6 +162,22 @@ def replay(
         recorded_policy=recorded,
         same=not changed and name == recorded,
     )
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Do not look for garbage.
+
+    A graph of tasks is a web of cycles that stays until the end. Looking through it over and over finds nothing and
+    takes two fifths of a replay's time.
+    """
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collected:
+            gc.enable()
 
 
 def _changed(cluster: Cluster, workers: int | None, threads: int | None, link: Path | None) -> Cluster:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +12,10 @@ import dask
 
 from dask_gpurt.simulate import policies
 from dask_gpurt.simulate.clock import patched
-from dask_gpurt.simulate.quiet import without_log
 from dask_gpurt.simulate.simulation import Simulation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from dask_gpurt.config import PlacementSettings
     from dask_gpurt.placement.decide.policy import Policy
@@ -27,6 +28,20 @@ _DEFAULTS: dict[str, Any] = {
     "distributed.worker.memory.terminate": False,
     "distributed.scheduler.dashboard.status.task-stream-length": 1,
 }
+
+
+@contextlib.contextmanager
+def without_log() -> Iterator[None]:
+    """Let the scheduler log warnings only."""
+    loggers = [logging.getLogger(n) for n in ("distributed.scheduler", "distributed.diskutils")]
+    levels = [logger.level for logger in loggers]
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(max(level, logging.WARNING))
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def simulate(

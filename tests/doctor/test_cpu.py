@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from dask_gpurt.backends.system import System
 from dask_gpurt.doctor.cpu import CHECK, quota
 from dask_gpurt.doctor.finding import State
-from dask_gpurt.doctor.system import System
 
 from .trees import Tree, inside, node, real_cgroup, told
 

@@ -54,7 +54,7 @@ def test_a_user_without_rights(tmp_path: Path) -> None:
     import os
     from dask_gpurt.doctor.devices import CHECKS
     from tests.doctor.trees import node
-    from dask_gpurt.doctor.system import System
+    from dask_gpurt.backends.system import System
     os.chdir({str(root)!r})
     os.chmod("dev/kfd", 0o666)
     os.setgroups([])

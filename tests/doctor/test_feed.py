@@ -11,11 +11,11 @@ import pytest
 from distributed.utils_test import gen_cluster
 
 from dask_gpurt.backends.nvml import Device, Load, Snapshot
+from dask_gpurt.backends.system import System
 from dask_gpurt.doctor import feed, starved
 from dask_gpurt.doctor.feed import NOTES, Fed, Feed
 from dask_gpurt.doctor.finding import State
 from dask_gpurt.doctor.starved import CHECK
-from dask_gpurt.doctor.system import System
 from dask_gpurt.observe.collect.worker import WorkerSlots
 from tests.placement.clusters import until
 

@@ -71,8 +71,8 @@ def test_segments_sent_again(
 
 _LOSSY = """
 import socket, subprocess, time
+from dask_gpurt.backends.system import System
 from dask_gpurt.doctor.network import CHECK, _segments
-from dask_gpurt.doctor.system import System
 from tests.doctor.trees import node
 listener = socket.create_server(("127.0.0.1", 0), backlog=64)
 pairs = []

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dask_gpurt.backends.nvml import Device, Load, Snapshot
+from dask_gpurt.backends.system import System
 from dask_gpurt.doctor.check import Check, Node
-from dask_gpurt.doctor.system import System
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

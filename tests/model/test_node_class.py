@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from typing import Any
 
 import pytest
 
-from dask_gpurt.model.node_class import Gpu, NodeClass
+from dask_gpurt.model.node_class import EXTRA, UNKNOWN, Gpu, NodeClass, key_of
 
 GiB = 2**30
 H200 = Gpu(vendor="NVIDIA", model="NVIDIA H200", memory_bytes=140 * GiB)
@@ -61,3 +62,11 @@ def test_there_and_back() -> None:
 def test_what_is_no_node_class_is_refused(told: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="node class"):
         NodeClass.from_dict(told)
+
+
+def test_what_the_scheduler_keeps_of_a_worker() -> None:
+    node = NodeClass(cpu="AMD EPYC 9654", cores=192)
+    ws: Any = types.SimpleNamespace(extra={EXTRA: node.to_dict()})
+    assert key_of(ws) == node.key == "cpu.epyc-9654.192c"
+    ws.extra.clear()
+    assert key_of(ws) == key_of(None) == UNKNOWN

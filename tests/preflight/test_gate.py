@@ -562,10 +562,7 @@ def test_annotations_choose_by_class(tmp_path: Path, monkeypatch: pytest.MonkeyP
                 assert s.tasks["there"].state == "no-worker"
                 assert gate.statistics()["waiting"] == {"h200*": 1, "h100*": 1}
                 monkeypatch.setattr("dask_gpurt.backends.system.System.cpu", lambda self: "Other")
-                monkeypatch.setattr(
-                    "dask_gpurt.backends.nvml.gpus",
-                    lambda: ((gate_gpu(),), "580"),
-                )
+                monkeypatch.setattr("dask_gpurt.backends.nvml.gpus", lambda: ((gate_gpu(),), "580"))
                 async with workers(s, tmp_path / "b") as (b,):
                     assert await there == 3
                     assert s.tasks["there"].who_has == {s.workers[b.address]}

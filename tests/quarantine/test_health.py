@@ -7,7 +7,7 @@ import contextlib
 import os
 from typing import TYPE_CHECKING
 
-from dask_gpurt.doctor.system import System
+from dask_gpurt.backends.system import System
 from dask_gpurt.quarantine import worker
 from dask_gpurt.quarantine.worker import Health
 from tests.doctor.test_xid import PCI, xid

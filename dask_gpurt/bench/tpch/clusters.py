@@ -287,11 +287,11 @@ class ProcessCluster:
                 f"Logs: {self.directory}. The scheduler's ends:\n{self.log_end('scheduler')}"
             )
 
-    def log_end(self, name: str, lines: int = 15) -> str:
+    def log_end(self, name: str) -> str:
         """The last lines of a process's log."""
         try:
             with open(os.path.join(self.directory, f"{name}.log"), errors="replace") as f:
-                return "".join(f.readlines()[-lines:])
+                return "".join(f.readlines()[-15:])
         except OSError as e:
             return f"(no log: {e})"
 

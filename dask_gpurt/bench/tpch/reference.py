@@ -295,11 +295,9 @@ class Reference:
         As written by `generate.ensure`.
     scale
         The scale factor of the data; Q11 depends on it.
-    threads
-        DuckDB's threads; None: all cores.
     """
 
-    def __init__(self, directory: str, scale: float, *, threads: int | None = None) -> None:
+    def __init__(self, directory: str, scale: float) -> None:
         try:
             import duckdb
         except ImportError as e:
@@ -308,8 +306,6 @@ class Reference:
             ) from e
         self.scale = scale
         self._db = duckdb.connect(":memory:")
-        if threads is not None:
-            self._db.execute(f"set threads = {int(threads)}")
         for table in TABLES:
             files = os.path.join(directory, table, "*.parquet").replace("'", "''")
             self._db.execute(f"create view {table} as select * from read_parquet('{files}')")

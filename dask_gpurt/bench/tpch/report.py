@@ -58,7 +58,7 @@ def _megabytes(value: int | None) -> str:
 
 
 def totals(outcome: Outcome) -> dict[str, dict[str, Any]]:
-    """Per engine: sum of medians, geometric mean of ratios, bytes, the highest peak. Only queries that ran on every engine count."""
+    """Per engine: sum of medians, mean of ratios, bytes, highest peak; of the queries that ran on every engine."""
     numbers = [q for q in outcome.numbers if all(outcome.cells[q, e].case for e in outcome.engines)]
     baseline = outcome.engines[0]
     out = {}

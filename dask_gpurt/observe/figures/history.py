@@ -24,8 +24,8 @@ import traceback
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from dask_gpurt.model.node_class import key_of
 from dask_gpurt.observe.collect.causes import BUSY, CAUSES
-from dask_gpurt.observe.figures.node_class import key_of
 from dask_gpurt.observe.figures.shuffle_progress import Shuffles
 
 if TYPE_CHECKING:

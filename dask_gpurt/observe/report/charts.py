@@ -175,10 +175,10 @@ def _rectangles(
     return out
 
 
-def histogram(values: Sequence[int], buckets: int = 60) -> Drawing:
+def histogram(values: Sequence[int]) -> Drawing:
     """Sizes in order, largest first; groups of neighbours when there are many."""
     ordered = sorted(values, reverse=True)
-    step = max(1, -(-len(ordered) // buckets))
+    step = max(1, -(-len(ordered) // 60))
     heights = [max(ordered[i : i + step]) for i in range(0, len(ordered), step)]
     top = max(heights, default=0) or 1
     bars = "".join(f'<span style="height:{max(0.5, 100 * h / top):.1f}%" title="{h:,} bytes"></span>' for h in heights)

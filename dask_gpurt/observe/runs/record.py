@@ -13,9 +13,9 @@ import json
 import zlib
 from typing import TYPE_CHECKING, Any
 
+from dask_gpurt.model.node_class import key_of
 from dask_gpurt.observe.collect.causes import BUSY, CAUSES
 from dask_gpurt.observe.collect.fetch_matrix import host_of
-from dask_gpurt.observe.figures.node_class import key_of
 from dask_gpurt.observe.report.facts import Fetches, Run, WorkerRun, grown
 from dask_gpurt.observe.report.findings import advise
 from dask_gpurt.observe.report.tasks import Digest, Kind, Slowness, Task
