@@ -22,6 +22,8 @@ _UNORDERED = frozenset(
         *("meta", "parent_meta", "storage_options", "value", "_dataset_info_cache", "filesystem", "fs"),
     )
 )
+#: what may have a dict or an array in it, or is one; most operands are not
+_DEEP = (dict, list, tuple, np.ndarray, functools.partial, Dict, DelayedLeaf)
 #: attribute of an expression that is held: whether anything in it has an order (`has_order`)
 _ORDERED = "_gpurt_ordered"
 #: of one or more dicts, nested as they are
@@ -68,7 +70,7 @@ def alike(found: Any, asked: Any) -> bool:
 
 def _leaves(name: str, operand: Any) -> list[Any]:
     """An operand and all that is in it, as far as a user has chosen it and its order may count."""
-    if name in _UNORDERED:
+    if not isinstance(operand, _DEEP) or name in _UNORDERED:
         return []
     if name == "aggregate_kwargs":
         operand = operand.get("spec") if isinstance(operand, dict) else None

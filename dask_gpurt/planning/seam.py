@@ -97,6 +97,9 @@ _PLAIN = (
     np.ufunc,
 )
 
+#: exact types of most operands
+_ATOMS = frozenset((type(None), bool, int, float, str))
+
 #: operands that can change, or hold something that can
 _CHANGING = (
     *(dict, list, tuple, set, np.ndarray, pd.DataFrame, pd.Series, pd.Index),
@@ -253,7 +256,7 @@ def may_hold(expression: Any, *, new: bool = False) -> bool:
         cls = type(expression)
         known = cls.__name__ in KINDS.get(cls.__module__, ()) and (new or _is_as_named(expression))
         # In the dict, as the class takes attributes for operands. Dask pickles only what its own class names.
-        known = expression.__dict__["_gpurt_may_hold"] = known and _may_hold(expression)
+        known = expression.__dict__["_gpurt_may_hold"] = known and _may_hold(expression, new)
     return known
 
 
@@ -267,13 +270,15 @@ def _is_as_named(expression: Any) -> bool:
         expression._determ_token = token
 
 
-def _may_hold(expression: Any) -> bool:
+def _may_hold(expression: Any, new: bool) -> bool:
     from dask._expr import Expr
 
     if type(expression).__name__ == "MapPartitions" and not _has_meta(expression):
         return False
     names = type(expression)._parameters
     for i, operand in enumerate(expression.operands):
+        if type(operand) in _ATOMS and (type(operand) is not str or len(operand) <= MOST_CHARACTERS):
+            continue
         if isinstance(operand, Expr):
             if not may_hold(operand):
                 return False
@@ -287,6 +292,10 @@ def _may_hold(expression: Any) -> bool:
         elif not _is_plain(operand) or not named.is_named(names[i] if i < len(names) else "", operand):
             return False
     _take(expression)
+    if not new:
+        # It may have computed these before, and they contain the operands as they were.
+        for name in _COMPUTED:
+            vars(expression).pop(name, None)
     named.has_order(expression)
     return True
 
@@ -304,10 +313,16 @@ def _take(expression: Any) -> None:
             leaf = DelayedLeaf(copy.deepcopy(operand._obj), operand.key, pure=operand._pure, nout=operand._nout)
             expression.operands[i] = leaf
         elif isinstance(operand, _CHANGING):
-            expression.operands[i] = copy.deepcopy(operand)
-    # One that was made before us may have computed these, and they contain the operands as they were.
-    for name in _COMPUTED:
-        vars(expression).pop(name, None)
+            expression.operands[i] = _copied(operand)
+
+
+def _copied(operand: Any) -> Any:
+    # Nine in ten are of the first kinds, and a deep copy takes ten times as long.
+    if type(operand) in (list, tuple) and _ATOMS.issuperset(map(type, operand)):
+        return operand[:]
+    if type(operand) is Dict and not operand.args:
+        return operand
+    return copy.deepcopy(operand)
 
 
 def _has_meta(expression: Any) -> bool:
