@@ -23,6 +23,7 @@ SEAMS = (
     "extension/seam.py",
     "simulate/seam.py",
     "planning/seam.py",
+    "planning/named.py",  # operands of dask.dataframe's expressions
     "bench/seam.py",  # stock's shuffle, counted; dask.dataframe's empty frames
     "tiers/engine/buffer_roots.py",  # of pandas, inspected as it goes
     "backends/cudf_values.py",  # of cuDF, in its table; tests/gpu/test_names.py compares it with the wheels
