@@ -12,7 +12,7 @@ from distributed import Scheduler, SchedulerPlugin
 
 from dask_gpurt._version import __version__
 from dask_gpurt.errors import InstallError, StoreError
-from dask_gpurt.extension import delivery, told
+from dask_gpurt.extension import delivery, shown
 from dask_gpurt.extension.corrupt import CorruptFetches
 from dask_gpurt.extension.parts import NAME, Parts, versions
 from dask_gpurt.extension.worker import GpurtWorker
@@ -128,7 +128,7 @@ class GpurtScheduler(SchedulerPlugin):
             self.scheduler = None
             raise
         if self.settings.observe.enabled:
-            self.plots, self.metrics = told.show(self.figures, scheduler)
+            self.plots, self.metrics = shown.show(self.figures, scheduler)
         frozen.freeze(scheduler, len(scheduler.tasks))
         on = [name for name, state in self.parts.state.items() if state == "on"]
         logger.info(
@@ -213,7 +213,7 @@ class GpurtScheduler(SchedulerPlugin):
         return undo
 
     def _hide(self, scheduler: Scheduler) -> None:
-        told.hide(scheduler)
+        shown.hide(scheduler)
         self.plots = self.metrics = "off"
 
     async def close(self) -> None:
@@ -410,7 +410,7 @@ class GpurtScheduler(SchedulerPlugin):
             "parts": dict(self.parts.state) if self.parts else {},
             "plots": self.plots,
             "metrics": self.metrics,
-            "refused": told.refused(self.scheduler),
+            "refused": shown.refused(self.scheduler),
             "safe": dict(self.safe_since),
             **self.figures(),
         }

@@ -15,19 +15,17 @@ import numpy as np
 from dask._task_spec import Dict
 from dask.delayed import DelayedLeaf
 
+#: operands that Dask has made of a data set; known to be small whatever they are
+DATA_SET = frozenset(("_dataset_info_cache", "filesystem", "fs"))
 #: operands whose dicts mean the same in any order, or which Dask has made
-_UNORDERED = frozenset(
-    (
-        *("_meta", "arrow_to_pandas", "chunk_kwargs", "columns", "combine_kwargs", "decimals", "dtypes"),
-        *("meta", "parent_meta", "storage_options", "value", "_dataset_info_cache", "filesystem", "fs"),
-    )
+_UNORDERED = DATA_SET.union(
+    ("_meta", "arrow_to_pandas", "chunk_kwargs", "columns", "combine_kwargs", "decimals", "dtypes"),
+    ("meta", "parent_meta", "storage_options", "value"),
 )
 #: what may have a dict or an array in it, or is one; most operands are not
 _DEEP = (dict, list, tuple, np.ndarray, functools.partial, Dict, DelayedLeaf)
 #: attribute of an expression that is held: whether anything in it has an order (`has_order`)
 _ORDERED = "_gpurt_ordered"
-#: of one or more dicts, nested as they are
-Order = tuple[Any, ...]
 
 
 def is_named(name: str, operand: Any) -> bool:
@@ -35,8 +33,8 @@ def is_named(name: str, operand: Any) -> bool:
     return all(not isinstance(v, np.ndarray) or (v.ndim < 2 and not v.dtype.hasobject) for v in _leaves(name, operand))
 
 
-def order_of(expression: Any) -> Order:
-    """The keys of all dicts of two or more among its own operands, in their order; () without such a dict."""
+def order_of(expression: Any) -> tuple[tuple[int, tuple[Any, ...]], ...]:
+    """(place of the operand, keys in their order) of each dict of two keys or more in its own operands."""
     names = type(expression)._parameters
     return tuple(
         (i, tuple(value))
@@ -56,12 +54,12 @@ def has_order(expression: Any) -> bool:
 
 
 def is_ordered(expression: Any) -> bool:
-    """What `has_order` found; False where it was not asked: such an expression is not held, and found as by Dask."""
+    """What `has_order` has kept. False for an expression that is not held: Dask finds it by its name, as ever."""
     return bool(vars(expression).get(_ORDERED))
 
 
 def alike(found: Any, asked: Any) -> bool:
-    """Whether an expression may stand for one of its name that was just made (None: which is not known)."""
+    """Whether an ordered expression may stand for one of its name that was just made; `asked` is None if unknown."""
     if type(asked) is not type(found) or order_of(asked) != order_of(found):
         return False
     pairs = zip(found.dependencies(), asked.dependencies(), strict=True)

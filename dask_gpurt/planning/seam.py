@@ -109,9 +109,6 @@ _CHANGING = (
 #: what an expression computes when it is asked for the first time, and keeps, that contains its operands
 _COMPUTED = ("args", "_args", "_kwargs", "agg_args", "aggregate_args", "by", "spec")
 
-#: operands that are known to be small whatever they are
-_KNOWN_OPERANDS = frozenset(("_dataset_info_cache", "filesystem", "fs"))
-
 
 class Holder(Protocol):
     """What the tables report to."""
@@ -282,7 +279,7 @@ def _may_hold(expression: Any, new: bool) -> bool:
         if isinstance(operand, Expr):
             if not may_hold(operand):
                 return False
-        elif i < len(names) and names[i] in _KNOWN_OPERANDS:
+        elif i < len(names) and names[i] in named.DATA_SET:
             # The two readers know the files by different names.
             known = operand if isinstance(operand, dict) else {}
             if max(len(known.get("fragments", ())), len(getattr(known.get("ds"), "files", ()))) > MOST_FILES:
@@ -307,7 +304,7 @@ def _take(expression: Any) -> None:
     query that asks for that name would get the changed one.
     """
     for i, operand in enumerate(expression.operands):
-        if i < len(expression._parameters) and expression._parameters[i] in _KNOWN_OPERANDS:
+        if i < len(expression._parameters) and expression._parameters[i] in named.DATA_SET:
             continue
         if isinstance(operand, DelayedLeaf):
             leaf = DelayedLeaf(copy.deepcopy(operand._obj), operand.key, pure=operand._pure, nout=operand._nout)

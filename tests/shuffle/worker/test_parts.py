@@ -320,19 +320,24 @@ def test_a_flush_goes_on_waiting_when_rows_are_taken_in_the_turn_in_which_it_is_
     asyncio.run(check())
 
 
+async def staged(limiter: ResourceLimiter, written: list[Any], instead: Any) -> tuple[Sender, Any]:
+    """A sender with 30 rows to flush, which calls `instead` for its buffer; and the buffer."""
+    one = sender(Host(), limiter, written, [])
+    write, one._write = one._write, instead
+    await one.stage(outgoing(Owners("a", OWNERS, None), log()).parcels, [])
+    return one, write
+
+
 def test_rows_that_the_buffer_refuses_stay_staged():
     """A flush that is tried again would pass without them."""
 
     async def check() -> None:
         limiter, written = ResourceLimiter(1 << 20), []
-        one = sender(Host(), limiter, written, [])
-        write = one._write
 
         async def closed(batches: dict[str, Any]) -> None:
             raise RuntimeError("Trying to put data in closed buffer")
 
-        one._write = closed
-        await one.stage(outgoing(Owners("a", OWNERS, None), log()).parcels, [])
+        one, write = await staged(limiter, written, closed)
         with pytest.raises(RuntimeError, match="closed buffer"):
             await one.flush()
         assert not limiter.empty
@@ -348,15 +353,12 @@ def test_rows_of_a_flush_that_is_cancelled_stay_staged():
     """It waits for room; the next flush must not pass without what it has taken."""
 
     async def check() -> None:
-        limiter, written = ResourceLimiter(1 << 20), []
-        one = sender(Host(), limiter, written, [])
-        write = one._write
+        written: list[Any] = []
 
         async def waits(batches: dict[str, Any]) -> None:
             await asyncio.Event().wait()
 
-        one._write = waits
-        await one.stage(outgoing(Owners("a", OWNERS, None), log()).parcels, [])
+        one, write = await staged(ResourceLimiter(1 << 20), written, waits)
         flush = asyncio.create_task(one.flush())
         await asyncio.sleep(0)
         flush.cancel()
@@ -374,15 +376,13 @@ def test_rows_that_were_sent_before_their_flush_is_cancelled_are_charged_no_long
 
     async def check() -> None:
         limiter = ResourceLimiter(1 << 20)
-        one = sender(Host(), limiter, [], [])
 
         async def sent(batches: dict[str, Any]) -> None:
             for batch in batches.values():
                 batch.parcels.clear()
             await asyncio.Event().wait()
 
-        one._write = sent
-        await one.stage(outgoing(Owners("a", OWNERS, None), log()).parcels, [])
+        one, _ = await staged(limiter, [], sent)
         flush = asyncio.create_task(one.flush())
         await asyncio.sleep(0)
         flush.cancel()
