@@ -173,6 +173,8 @@ class ReceivedChunk:
                 if inputs is not None and (inputs.nbytes != ids or len(inputs) != rows.high):
                     raise CorruptData(f"a spilled shard has {len(inputs)} input ids for {rows.high} rows")
                 pieces.append((input_id, rows))
+        except MemoryError:  # Arrow's too, which is an ArrowException: says nothing about the bytes
+            raise
         except (pa.ArrowException, OSError, IndexError, ValueError, struct.error) as e:
             raise CorruptData(f"a spilled shard does not decode: {e}") from e
         return pieces

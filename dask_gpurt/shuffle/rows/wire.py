@@ -372,6 +372,8 @@ def _shard(
             table = packed.from_buffers(lengths, buffers, adopt)
         else:
             raise WireError(f"input {input_id}: kind {kind} with {n_buffers} buffers is not known")
+    except MemoryError:  # Arrow's too, which is an ArrowException: says nothing about the bytes
+        raise
     except (pa.ArrowException, OSError, IndexError, TypeError, ValueError) as e:  # TypeError: it came on a device
         raise WireError(f"input {input_id}: {e}") from e
     if table.num_rows != rows:

@@ -155,7 +155,6 @@ class Plane:
         except NoRoute as e:
             return e.answer
         device = any(map(records.is_device, frames))
-        # Ways are compared by what they bring over, however little of it travels.
         nbytes = records.message_bytes(frames)
         sent, room, wire = frames, 0, 0
         # Short ones take as long as they do for other reasons than the network.
@@ -165,16 +164,18 @@ class Plane:
                 pace.looked(room > 0)
             wire = nbytes - room
         start = time.monotonic()
-        name = SAFE if self.only_safe or key not in self._runs else route.chooser.choose(nbytes, device, start)
+        name = SAFE if self.only_safe or key not in self._runs else route.chooser.choose(device, start)
         if name != SAFE:
             counters = self.links.of(peer, name)
             receipt = None
-            route.chooser.began(name, nbytes, device, start, wire)
+            if wire:
+                route.chooser.pace.began(start)
             try:
                 receipt = await self._direct(name, route, key, peer, sent, room)
             finally:
                 end = time.monotonic()
-                route.chooser.ended(name, nbytes, device, end, receipt is not None and not receipt.problem, wire)
+                if wire:
+                    route.chooser.pace.ended(wire, end, receipt is not None and not receipt.problem)
             counters.stall_seconds += receipt.stall_seconds
             if not receipt.problem:
                 counters.messages_out += 1
@@ -190,7 +191,7 @@ class Plane:
                 route.chooser.lost(DEVICE, end)
             self.links.had_problem(peer, f"{name}: {receipt.problem}")
             logger.info("message to %s is sent again over %s: %s over %s", peer, SAFE, receipt.problem, name)
-        return await self._send_safe(ask, route, peer, nbytes, device, safe)
+        return await self._send_safe(ask, route, peer, nbytes, safe)
 
     async def meet(self, ask: Ask, key: RunKey, peer: str) -> Any:
         """Learn the ways to a peer, if they are not known; what goes wrong is found out again by the first message."""
@@ -203,26 +204,19 @@ class Plane:
         future = self._routes.get((key, peer))
         if self.only_safe or future is None or not future.done() or future.exception() is not None:
             return False
-        return future.result().chooser.choose(0, True, time.monotonic()) != SAFE
+        return future.result().chooser.choose(True, time.monotonic()) != SAFE
 
-    async def _send_safe(self, ask: Ask, route: Route, peer: str, nbytes: int, device: bool, safe: Safe) -> Any:
+    async def _send_safe(self, ask: Ask, route: Route, peer: str, nbytes: int, safe: Safe) -> Any:
         """By distributed's comms, which know no memory but the host's."""
         counters = self.links.of(peer, SAFE)
         start = time.monotonic()
-        stored = False
-        route.chooser.began(SAFE, nbytes, device, start)
-        try:
-            counters.stall_seconds += await route.safe.credit(
-                nbytes, lambda total: ask(peer, AskCredit(self.address, total).to_dict())
-            )
-            response = await safe()
-            stored = True
-        finally:
-            end = time.monotonic()
-            route.chooser.ended(SAFE, nbytes, device, end, stored)
+        counters.stall_seconds += await route.safe.credit(
+            nbytes, lambda total: ask(peer, AskCredit(self.address, total).to_dict())
+        )
+        response = await safe()
         route.safe.granted(response)
         counters.messages_out, counters.bytes_out = counters.messages_out + 1, counters.bytes_out + nbytes
-        counters.seconds += end - start
+        counters.seconds += time.monotonic() - start
         return response
 
     async def _direct(

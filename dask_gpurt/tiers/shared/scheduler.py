@@ -193,7 +193,10 @@ class SharedCopiesPlugin(TierPlugin):
                 if copy is None:
                     self._refused(f"{worker} reports {item!r}, which is no copy below {prefix!r}")
                 elif copy.key in tasks:
-                    self._copies.setdefault(copy.key, {})[worker] = copy
+                    of_key = self._copies.setdefault(copy.key, {})
+                    if (before := of_key.get(worker)) is not None and before.name != copy.name:
+                        self._not_needed(before)  # adopted, and written again below its own prefix
+                    of_key[worker] = copy
         except Exception:
             self._failed("report")
 
@@ -214,9 +217,12 @@ class SharedCopiesPlugin(TierPlugin):
         """Forget the copies of a key that leaves memory."""
         if start == "memory":
             for copy in self._copies.pop(key, {}).values():
-                origin = copy.name.rpartition("/")[0]
-                if origin in self._gone:
-                    self._gone[origin][1].discard(key)
+                self._not_needed(copy)
+
+    def _not_needed(self, copy: Copy) -> None:
+        origin = copy.name.rpartition("/")[0]
+        if origin in self._gone:
+            self._gone[origin][1].discard(copy.key)
 
     def restart(self, scheduler: Scheduler) -> None:
         """Forget all copies."""

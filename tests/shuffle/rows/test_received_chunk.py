@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 
 from dask_gpurt.errors import CorruptData
@@ -96,8 +97,6 @@ def test_two_schemas_that_differ_in_pandas_notes_only_stay_apart():
 
 
 def test_assembled_frames_do_not_hold_received_memory():
-    import pyarrow as pa
-
     c = chunk((3, 1, 2), n=20000, columns=["k", "f8", "text", "text2", "arrow", "I8"])
     meta = mixed(0, 2)[["k", "f8", "text", "text2", "arrow", "I8"]].iloc[:0]
     frames = [Assembler(meta)(c.get(part)) for part in (3, 4)]
@@ -117,3 +116,16 @@ def test_assemble_orders_by_input_and_keeps_meta_for_nothing():
     want = pd.concat([mixed(1, 100)[["k"]].iloc[3::5], mixed(3, 100)[["k"]].iloc[1::5]])
     pd.testing.assert_frame_equal(df, want)
     pd.testing.assert_frame_equal(Assembler(meta)([]), meta)
+
+
+def test_no_memory_is_not_taken_for_damage(monkeypatch):
+    """Arrow's error of that kind is a `MemoryError` and an `ArrowException`."""
+
+    def full(*args: object) -> None:
+        raise pa.ArrowMemoryError("malloc of size 64 failed")
+
+    c = chunk(columns=["f8"])
+    frames = c.encode(4)
+    monkeypatch.setattr(pa.ipc, "read_record_batch", full)
+    with pytest.raises(MemoryError, match="64"):
+        c.shell().decode(frames)

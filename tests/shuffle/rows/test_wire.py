@@ -8,6 +8,7 @@ import tracemalloc
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 import xxhash
 from distributed.protocol import dumps, loads
@@ -109,6 +110,18 @@ def test_other_run_is_refused():
     for tag, run in ((TAG, 8), (TAG + 1, 7)):
         with pytest.raises(WireError, match="is of run"):
             wire.unpack(frames, tag, run, {})
+
+
+def test_no_memory_is_not_taken_for_damage(monkeypatch):
+    """Arrow's error of that kind is a `MemoryError` and an `ArrowException`."""
+
+    def full(*args: object) -> None:
+        raise pa.ArrowMemoryError("malloc of size 64 failed")
+
+    frames = message(shards((1,), 20000, ["f8"]))
+    monkeypatch.setattr(wire, "arrays_of", full)
+    with pytest.raises(MemoryError, match="64"):
+        wire.unpack(frames, TAG, 7, {})
 
 
 def mutate(frames: list[bytes], rng: random.Random) -> list[bytes]:

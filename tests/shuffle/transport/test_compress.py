@@ -173,7 +173,7 @@ def test_the_fastest_stretch_counts():
         nonlocal now
         now += 10.0  # nothing was under way
         for _ in range(2):  # two at a time share the link
-            some.began(selector.STRETCH, now)
+            some.began(now)
         now += 2 * selector.STRETCH / bytes_per_second
         for _ in range(2):
             some.ended(selector.STRETCH, now, stored)

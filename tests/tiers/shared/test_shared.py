@@ -146,6 +146,34 @@ async def test_spilled_keys_of_a_lost_worker_are_read_back(c: Client, s: Schedul
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2, config=CONFIG)
+async def test_a_prefix_whose_heir_has_written_its_key_again_is_forgotten(
+    c: Client, s: Scheduler, a: Worker, b: Worker
+) -> None:
+    import tempfile
+    from pathlib import Path
+
+    with tempfile.TemporaryDirectory() as folder:
+        shared = await extended(s, Path(folder, "store").as_uri())
+        await greeted(shared, 2)
+        root = c.submit(np.arange, 20_000, workers=[a.address], allow_other_workers=True, pure=False)
+        await wait(root)
+        await spill(a, shared, 1)
+        of_a = shared._copies[root.key][a.address]
+        await a.close()
+        await async_poll_for(lambda: root.key in b.data, timeout=30)
+        shared._expire_seconds = 0
+        shared.look()
+        assert len(shared._gone) == 1  # the heir reads the object there
+        own = shared._issued[b.address]
+        written = of_a._replace(name=of_a.name.replace(of_a.name.rpartition("/")[0], own))
+        shared._reported(worker=b.address, prefix=own, copies=[written])
+        assert shared.refused_reports == 0
+        shared.look()
+        assert shared._gone == {}
+        assert (await root).sum() == np.arange(20_000).sum()
+
+
+@gen_cluster(client=True, nthreads=[("", 1)] * 2, config=CONFIG)
 async def test_without_a_copy_or_with_a_bad_one_it_is_computed_again(
     c: Client, s: Scheduler, a: Worker, b: Worker
 ) -> None:

@@ -1,17 +1,18 @@
 """Choose the transport of a message. Pure: figures in, a name out.
 
-Theory of operation. What can reach a peer is known from its card (`candidates`); which of these is fastest is measured.
-Every pair starts from speeds measured before (`PRIOR`, GB/s by place and size of message) and learns from its own
-traffic, by trials (`trials`), for each class of sizes on its own. A transport that lost a link is out for
-`BACKOFF_SECONDS`, twice as long each time within `BACKOFF_LIMIT`; the safe path is always in.
+Theory of operation. What can reach a peer is known from its card, and which of these is faster from measurements
+(`benchmarks/transport.py`, without RDMA): memory of the same process, then our own sockets, then UCX, then
+distributed's comms (the *safe path*). What lies on a device goes by UCX or by the safe path. A transport that lost a
+link is out for `BACKOFF_SECONDS`, twice as long each time within `BACKOFF_LIMIT`; the safe path is always in.
+
+Rejected: to learn the order from the traffic, by a few messages another way. Sockets won at every size and place, so
+all that it did was to send up to one message in twenty over distributed's comms, and it cost up to 16 % of the speed.
 """
 
 from __future__ import annotations
 
 import enum
 from typing import TYPE_CHECKING
-
-from dask_gpurt.shuffle.transport.select.trials import Contest, Meter
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,8 +24,6 @@ INPROC = "inproc"
 DEVICE = "device"
 BACKOFF_SECONDS = 5.0
 BACKOFF_LIMIT = 300.0
-#: where the columns of `PRIOR` end
-_COLUMNS = (1 << 18, 1 << 22)
 #: bytes of a stretch whose speed counts
 STRETCH = 4 << 20
 #: share that a fast stretch keeps after another one: a network that has become slow is known after some dozens
@@ -42,26 +41,10 @@ class Locality(enum.Enum):
     REMOTE = "another host"
 
 
-#: place -> transport -> GB/s for messages below 256 KiB, below 4 MiB, and longer, as `benchmarks/transport.py` has
-#: them. What counts is their order; a pair's traffic decides in the end.
-# Those of `tls` lie between `tcp` and the safe path: the order of whole shuffles in `benchmarks/transport_tls.py`.
-PRIOR: dict[Locality, dict[str, tuple[float, float, float]]] = {
-    Locality.HOST: {"ucx": (0.21, 1.4, 2.0), "tcp": (0.28, 2.0, 3.0), "tls": (0.25, 1.8, 3.0), SAFE: (0.16, 1.2, 1.6)},
-    Locality.REMOTE: {"ucx": (0.19, 1.1, 1.6), "tcp": (0.26, 1.8, 2.0), "tls": (0.2, 1.3, 1.6), SAFE: (0.17, 1.2, 1.5)},
-}
-
-
+#: ways for buffers in host memory, the better one first
+_HOST_WAYS: tuple[str, ...] = (INPROC, "tcp", "tls", "ucx")
 #: ways for device buffers, the better one first
-_DEVICE_WAYS = (INPROC, "ucx")
-#: device buffers have no choice, and what they take says nothing about the others
-_DEVICE = -1
-#: all messages, for the bandwidth
-_FLOW = ("", 0)
-
-
-def _size_class(nbytes: int) -> int:
-    """Sizes within a factor of four are one class: a mix of longer ones would make a way look slow."""
-    return max(0, nbytes.bit_length() - 15) // 2
+_DEVICE_WAYS: tuple[str, ...] = (INPROC, "ucx")
 
 
 class LinkBandwidth:
@@ -74,24 +57,34 @@ class LinkBandwidth:
     """
 
     def __init__(self) -> None:
-        self._meter = Meter()
+        #: messages under way, and since when (seconds of any clock)
+        self._flying, self._at = 0, 0.0
+        #: of the stretch that is under way
         self._bytes, self._seconds = 0, 0.0
         #: 0: not known yet
         self.best = 0.0
         self._rest, self._fruitless = 0, 0
 
-    def began(self, nbytes: int, now: float) -> None:
+    def began(self, now: float) -> None:
         """Enter a message that is handed over to a transport."""
-        self._meter.begun(_FLOW, nbytes, now)
+        self._pass(now)
+        self._flying += 1
 
     def ended(self, nbytes: int, now: float, stored: bool) -> None:
         """Enter that a message is stored, or never will be."""
-        self._meter.ended(_FLOW, nbytes, now, stored)
-        flow = self._meter.flow(_FLOW)
-        if flow.nbytes - self._bytes < STRETCH or flow.seconds <= self._seconds:
+        self._pass(now)
+        self._flying -= 1
+        if not stored:
             return
-        self.best = max(FADE * self.best, (flow.nbytes - self._bytes) / (flow.seconds - self._seconds))
-        self._bytes, self._seconds = flow.nbytes, flow.seconds
+        self._bytes += nbytes
+        if self._bytes >= STRETCH and self._seconds > 0:
+            self.best = max(FADE * self.best, self._bytes / self._seconds)
+            self._bytes, self._seconds = 0, 0.0
+
+    def _pass(self, now: float) -> None:
+        if self._flying:
+            self._seconds += max(0.0, now - self._at)
+        self._at = now
 
     def turn(self) -> bool:
         """Whether the next message is one to be looked at."""
@@ -119,58 +112,22 @@ class TransportChooser:
         self.place = place
         self.candidates = tuple(dict.fromkeys([*candidates, SAFE]))
         self.forced = forced
-        self._meter = Meter()
         #: of what is long enough to say it
         self.pace = LinkBandwidth()
-        self._contests: dict[int, Contest] = {}
         #: transport -> (out until, times lost)
         self._out: dict[str, tuple[float, int]] = {}
 
-    def choose(self, nbytes: int, device: bool, now: float) -> str:
-        """The transport for a message of `nbytes`."""
-        able = self.candidates
-        if self._out:
-            able = tuple(c for c in able if c == SAFE or not self._is_out(c, now))
-        if device:
-            ways = () if self._is_out(DEVICE, now) else _DEVICE_WAYS if self.forced == "auto" else (self.forced,)
-            return next((way for way in _DEVICE_WAYS if way in ways and way in able), SAFE)
+    def choose(self, device: bool, now: float) -> str:
+        """The transport for a message."""
+        ways = _DEVICE_WAYS if device else _HOST_WAYS
         if self.forced != "auto":
-            return self.forced if self.forced in able else SAFE
-        if INPROC in able:
-            return INPROC
-        size = _size_class(nbytes)
-        contest = self._contests.get(size)
-        if contest is None:
-            contest = self._contests[size] = Contest(self._priors(nbytes), self._meter, size)
-        return contest.pick(able, nbytes)
+            ways = tuple(way for way in ways if way == self.forced)
+        if device and self._is_out(DEVICE, now):
+            return SAFE
+        return next((way for way in ways if way in self.candidates and not self._is_out(way, now)), SAFE)
 
     def _is_out(self, name: str, now: float) -> bool:
         return self._out.get(name, (0.0, 0))[0] > now
-
-    def _priors(self, nbytes: int) -> dict[str, float]:
-        column = sum(nbytes >= least for least in _COLUMNS)
-        known = PRIOR.get(self.place, {})
-        return {name: known.get(name, (0.0, 0.0, 0.0))[column] * 1e9 for name in self.candidates}
-
-    def began(self, name: str, nbytes: int, device: bool, now: float, wire_bytes: int = 0) -> None:
-        """Enter a message that is handed over to a transport; `wire_bytes` show the network's bandwidth, or are 0."""
-        self._meter.begun((name, _DEVICE if device else _size_class(nbytes)), nbytes, now)
-        if wire_bytes:
-            self.pace.began(wire_bytes, now)
-
-    def ended(self, name: str, nbytes: int, device: bool, now: float, stored: bool, wire_bytes: int = 0) -> None:
-        """Enter that a message is stored, or never will be by this transport."""
-        size = _DEVICE if device else _size_class(nbytes)
-        self._meter.ended((name, size), nbytes, now, stored)
-        if wire_bytes:
-            self.pace.ended(wire_bytes, now, stored)
-        contest = self._contests.get(size)
-        if contest is None:
-            return
-        if stored:
-            contest.ended()
-        else:
-            contest.give_up(name)
 
     def lost(self, name: str, now: float) -> None:
         """Enter that a link of this transport was lost, or that the peer has no device memory (`DEVICE`)."""
