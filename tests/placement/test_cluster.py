@@ -114,6 +114,21 @@ def test_worker_restrictions() -> None:
     run()
 
 
+def test_a_wish_for_a_worker_does_not_keep_others_idle() -> None:
+    """With ``allow_other_workers`` Dask's stealing gives what waits to a worker without work."""
+
+    @gen_cluster(client=True, nthreads=TWO)
+    async def run(c: Any, s: Scheduler, a: Worker, b: Worker) -> None:
+        plugin = await install(s)
+        await c.submit(slowinc, 0, delay=0.1, workers=[a.address])  # how long it takes is known now
+        futures = c.map(slowinc, range(20), delay=0.1, workers=[a.address], allow_other_workers=True, pure=False)
+        await c.gather(futures)
+        assert len(b.data) > 2
+        assert not plugin.statistics()["fallbacks"]
+
+    run()
+
+
 def test_resource_restrictions() -> None:
     nthreads = [("127.0.0.1", 1, {"resources": {"GPU": i % 2}}) for i in range(4)]
 

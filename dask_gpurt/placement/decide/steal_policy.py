@@ -148,7 +148,7 @@ class StealPolicy:
         # At Dask's bandwidth, which contains what packing and unpacking take at both ends.
         bandwidth = min(tables.scheduler.bandwidth, far.bytes_per_second)
         seconds = prefix.seconds or 0.0
-        light = bool(ts.dependencies) and sum(d.get_nbytes() for d in ts.dependencies) < LIGHT * seconds * bandwidth
+        light = sum(d.get_nbytes() for d in ts.dependencies) < LIGHT * seconds * bandwidth
         lasting = math.inf if busy else self._interval if light else 0.0
         free = self._free(ts, thieves, in_flight, valid, home, seconds, lasting)
         if tables.devices.mixed and reads_device_values(ts):

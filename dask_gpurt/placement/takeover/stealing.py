@@ -87,8 +87,8 @@ class Stealing:
             if part.retired is None:
                 try:
                     valid = scheduler.valid_workers(ts)
-                    if not valid and valid is not None and ts.loose_restrictions:
-                        valid = None
+                    if valid is not None and ts.loose_restrictions and valid.isdisjoint(potential_thieves):
+                        valid = None  # ``allow_other_workers``: those asked for have no time, as in stock
                     ws = choose(ts, potential_thieves, extension.in_flight_tasks, valid)
                     if ws is None:
                         return None

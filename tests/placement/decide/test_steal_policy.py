@@ -7,13 +7,13 @@ import pytest
 from tests.placement.fakes import FakeTask, FakeWorker, assign, learn, make_engine
 
 
-@pytest.mark.parametrize(("nbytes", "most"), [(1000, 12), (500_000, 1)])
+@pytest.mark.parametrize(("nbytes", "most"), [(0, 12), (1000, 12), (500_000, 1)])
 def test_a_thief_queues_tasks_whose_inputs_cost_nothing(nbytes: int, most: int) -> None:
-    """Of those with large inputs it gets one for its free thread: what follows is where the inputs are."""
+    """Of those with large inputs it gets one for its free thread: what follows is where the inputs are. 0: no input."""
     home, idle = FakeWorker(1), FakeWorker(2)
     engine = make_engine([home, idle])
-    source = FakeTask("source-0", nbytes=nbytes, on=(home,))
-    tasks = [FakeTask(f"use-{i}", source) for i in range(24)]
+    sources = [FakeTask("source-0", nbytes=nbytes, on=(home,))] if nbytes else []
+    tasks = [FakeTask(f"use-{i}", *sources) for i in range(24)]
     learn(engine, "use", 0.01, 1000)
     for task in tasks:
         assign(engine, task, home)

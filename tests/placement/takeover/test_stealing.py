@@ -71,6 +71,24 @@ def test_an_opinion_goes_first_in_every_round() -> None:
         assert extension.thieves == ["ours", None]
 
 
+@pytest.mark.parametrize(
+    ("loose", "named", "asked"), [(True, {"busy"}, None), (True, {"ours"}, {"ours"}), (False, {"busy"}, {"busy"})]
+)
+def test_a_wish_for_workers_binds_while_one_of_them_has_time(loose: bool, named: set[str], asked: set[str]) -> None:
+    """Tasks with ``allow_other_workers`` may be stolen by any other once none of those asked for is a thief."""
+    seen: list[Any] = []
+
+    def choose(ts: Any, thieves: Any, in_flight: Any, valid: Any) -> Any:
+        seen.append(valid)
+
+    ts = task(0)
+    ts.loose_restrictions = loose
+    stealing, extension = rig(choose, [ts])
+    stealing.scheduler.valid_workers = lambda ts: named  # type: ignore[method-assign, assignment, return-value]
+    extension.balance()
+    assert seen == [asked]
+
+
 def test_additional_rounds_that_look_at_very_many_tasks_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a hundred thousand that may run on one worker only; stock's own rounds are made as before."""
     monkeypatch.setattr(takeover, "LOOKED", 10, raising=False)
