@@ -16,6 +16,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import dask
+from distributed.core import Status
 
 from dask_gpurt.placement.decide.steal_policy import MAX_INPUTS, STOCK, Stock
 
@@ -54,8 +55,6 @@ class Stealing:
         #: tasks that this round has looked at, and additional rounds that are left out
         self._looked = self._rest = 0
         self._wanted = bool(dask.config.get("distributed.scheduler.work-stealing"))
-        #: stock's own rounds were seen to go on: they begin later than a preload, and not at all in a simulation
-        self._went_on = False
 
     @property
     def installed(self) -> bool:
@@ -138,11 +137,9 @@ class Stealing:
         """
         if self._extension is None or not self._wanted:
             return
-        # `WorkStealing.stop` waits until no task is being moved, so it would wait for us.
-        goes_on = CALLBACK in self.scheduler.periodic_callbacks
-        if self._went_on and not goes_on:
+        # `WorkStealing.stop` waits until no task is being moved, so it would wait for us. A simulated scheduler never runs.
+        if CALLBACK not in self.scheduler.periodic_callbacks and self.scheduler.status is Status.running:
             return
-        self._went_on = goes_on
         if self._rest:
             self._rest -= 1
             return
