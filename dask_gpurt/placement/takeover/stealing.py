@@ -137,7 +137,8 @@ class Stealing:
         """
         if self._extension is None or not self._wanted:
             return
-        # `WorkStealing.stop` waits until no task is being moved, so it would wait for us. A simulated scheduler never runs.
+        # `WorkStealing.stop` waits until no task is being moved, so it would wait for us. (A simulated scheduler never
+        # runs, and has no callback.)
         if CALLBACK not in self.scheduler.periodic_callbacks and self.scheduler.status is Status.running:
             return
         if self._rest:
