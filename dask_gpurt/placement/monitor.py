@@ -255,7 +255,7 @@ class Monitor:
             for ts in heapq.nlargest(LOOKED, waiting, key=lambda t: t.priority):
                 if moves >= MOVES:
                     return
-                valid = engine.scheduler.valid_workers(ts)
+                valid = self.stealing.may_steal(ts, others)
                 thief = engine.steal_policy.choose(ts, others, self.stealing.in_flight, valid, busy=True)
                 if thief is not None and thief is not STOCK and self.stealing.request(ts, thief):
                     moves += 1

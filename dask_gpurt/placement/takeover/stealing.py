@@ -21,7 +21,7 @@ from distributed.core import Status
 from dask_gpurt.placement.decide.steal_policy import MAX_INPUTS, STOCK, Stock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from distributed.scheduler import Scheduler, TaskState, WorkerState
     from distributed.stealing import WorkStealing
@@ -85,9 +85,7 @@ class Stealing:
             self._looked += 1
             if part.retired is None:
                 try:
-                    valid = scheduler.valid_workers(ts)
-                    if valid is not None and ts.loose_restrictions and valid.isdisjoint(potential_thieves):
-                        valid = None  # ``allow_other_workers``: those asked for have no time, as in stock
+                    valid = self.may_steal(ts, potential_thieves)
                     ws = choose(ts, potential_thieves, extension.in_flight_tasks, valid)
                     if ws is None:
                         return None
@@ -117,6 +115,14 @@ class Stealing:
             del extension._get_thief
         else:
             logger.warning("stealing._get_thief was overridden after placement took it over; left as it is")
+
+    def may_steal(self, ts: TaskState, thieves: Iterable[WorkerState]) -> set[WorkerState] | None:
+        """The workers that may take a task from its worker; None: any.
+
+        A wish for workers (``allow_other_workers``) binds while one of these is a thief, as in stock.
+        """
+        valid = self.scheduler.valid_workers(ts)
+        return None if valid is not None and ts.loose_restrictions and valid.isdisjoint(thieves) else valid
 
     def request(self, ts: TaskState, thief: WorkerState) -> bool:
         """Ask the worker of a task to give it up for another; False when stealing may not touch it."""
