@@ -47,10 +47,9 @@ class Script:
 
         engine: Any = SimpleNamespace(
             speeds=SimpleNamespace(slow=[SimpleNamespace(ws=slow)]),
-            scheduler=SimpleNamespace(valid_workers=lambda ts: None),
             steal_policy=SimpleNamespace(choose=choose),
         )
-        stealing: Any = SimpleNamespace(in_flight={}, request=request)
+        stealing: Any = SimpleNamespace(in_flight={}, request=request, may_steal=lambda ts, thieves: None)
         nothing: Any = None
         patrol = Monitor(engine, nothing, stealing, None)
         monkeypatch.setattr(patrol, "_some", lambda home, idle=False: [Other()])
@@ -94,11 +93,11 @@ def test_a_round_that_takes_long_goes_on_at_the_next_slow_worker(monkeypatch: py
 
     engine: Any = SimpleNamespace(
         speeds=SimpleNamespace(slow=slow),
-        scheduler=SimpleNamespace(valid_workers=lambda ts: None),
         steal_policy=SimpleNamespace(choose=choose),
     )
     nothing: Any = None
-    patrol = Monitor(engine, nothing, SimpleNamespace(in_flight={}), None)  # type: ignore[arg-type]
+    stealing: Any = SimpleNamespace(in_flight={}, may_steal=lambda ts, thieves: None)
+    patrol = Monitor(engine, nothing, stealing, None)
     monkeypatch.setattr(patrol, "_some", lambda home, idle=False: [Other()])
     patrol._rescue()
     assert looked == [0, 0, 1, 1]
@@ -137,7 +136,7 @@ def copied(kind: str = "list", device: bool = True, limit: int = 0, held: int = 
     slow = engine.workers.by_address[home.address]
     slow.speed.observe("f", 4.0)
     slow.speed.observe("f", 4.0)
-    stealing: Any = SimpleNamespace(in_flight={})
+    stealing: Any = SimpleNamespace(in_flight={}, may_steal=lambda ts, thieves: None)
     patrol = Monitor(engine, nothing, stealing, copies)
     late = [(1.0 + i, ts, slow) for i, ts in enumerate(tasks)]
     patrol._look = lambda info, now, overdue: overdue.extend(late if info is slow else [])  # type: ignore[method-assign]
@@ -171,7 +170,8 @@ def test_the_patience_with_a_slow_worker_ends_with_the_queue() -> None:
     engine.speeds.learned(slow)
     assert not engine.speeds.worth(slow, 1)
     nothing: Any = None
-    patrol = Monitor(engine, nothing, SimpleNamespace(in_flight={}), None)  # type: ignore[arg-type]
+    stealing: Any = SimpleNamespace(in_flight={}, may_steal=lambda ts, thieves: None)
+    patrol = Monitor(engine, nothing, stealing, None)
     patrol._look = lambda info, now, overdue: None  # type: ignore[method-assign]
     engine.scheduler.idle = {}
     patrol.round()
