@@ -7,7 +7,8 @@ import uuid
 
 from dask_gpurt.shuffle.transport.select.selector import Locality
 
-#: whether `auto` opens UCX for shared memory between workers of one host without a GPU
+#: whether `auto` opens UCX between workers of one host: for device buffers, as all others prefer tcp. Off, see
+#: `candidates`; tests over the stand-in for device memory switch it on
 UCX_ON_HOST = False
 _TOKEN = uuid.uuid4().hex
 
