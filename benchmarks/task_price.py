@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 #: case -> (engine, environment of its processes)
 CASES: dict[str, tuple[str, dict[str, str]]] = {
     "stock": ("stock", {}),
+    "inf": ("stock", {"DASK_DISTRIBUTED__SCHEDULER__WORKER_SATURATION": "inf"}),
     "gpurt": ("gpurt", {}),
     "no-tiers": ("gpurt", {"DASK_GPURT__TIERS__ENABLED": "false"}),
     "no-placement": ("gpurt", {"DASK_GPURT__PLACEMENT__ENABLED": "false"}),
@@ -166,7 +167,7 @@ def launched(case: str, directory: str) -> ProcessCluster:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default="stock,gpurt,stock again", help=f"of {', '.join(CASES)}; the first is 1")
+    parser.add_argument("--cases", default="stock,inf,gpurt,stock again", help=f"of {', '.join(CASES)}; the first is 1")
     parser.add_argument("--shapes", default=",".join(SHAPES), help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--tasks", type=int, default=8000)
     parser.add_argument("--runs", type=int, default=5)
