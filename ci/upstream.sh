@@ -11,6 +11,7 @@ usage: ci/upstream.sh [OPTION]...
   --dask-version V       dask and distributed of that environment (default: version of --distributed-src, else the newest allowed)
   --distributed-src DIR  checkout of dask/distributed at the tag of the installed version; adds distributed's own suites
   --only PATTERN         files whose path contains PATTERN (* stands for anything, several with commas)
+  --wide                 also the files that are not about what the extension replaces (an hour and a half)
   --runslow              also upstream's slow tests
   --out DIR              results (default out/upstream)
   --extension MODULE     preload module (default dask_gpurt.preload; the control: gpurt_upstream.noop)
@@ -29,7 +30,7 @@ pass=()
 while [ $# -gt 0 ]; do
     case $1 in
         -h | --help) usage; exit 0 ;;
-        --runslow | --skip-stock) pass+=("$1"); shift; continue ;;
+        --runslow | --skip-stock | --wide) pass+=("$1"); shift; continue ;;
         --python | --dask-version | --distributed-src | --only | --out | --extension | --roles | --jobs | --limit) ;;
         *) usage >&2; die "unknown option $1" ;;
     esac

@@ -34,6 +34,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(prog="upstream", description="Upstream suites, stock and with the extension")
     p.add_argument("--distributed-src", type=Path, help="checkout of dask/distributed at the installed version")
     p.add_argument("--only", help="run files whose path contains this; * stands for anything, several with commas")
+    p.add_argument("--wide", action="store_true", help="also the files that are not about what the extension replaces")
     p.add_argument("--runslow", action="store_true", help="also run upstream's slow tests")
     p.add_argument("--out", type=Path, required=True, help="folder for results")
     p.add_argument("--extension", default="dask_gpurt.preload", help="preload module, default %(default)s")
@@ -48,7 +49,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 def choose(args: argparse.Namespace, notes: list[str]) -> list[suites.Suite]:
     """The files to run. Raises ValueError where the checkout does not fit what is installed."""
     chosen = []
-    for suite in suites.select(args.only):
+    for suite in suites.select(args.only, args.wide):
         if suite.needs and importlib.util.find_spec(suite.needs) is None:
             notes.append(f"{suite.path} was not run: all its tests need {suite.needs}, which is not installed.")
         else:

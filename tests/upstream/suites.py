@@ -82,18 +82,52 @@ SUITES = (
     Suite("distributed/diagnostics/tests/test_scheduler_plugin.py", about_seconds=5),
 )
 
+_TESTS = "distributed/tests/test_"
+#: The rest of distributed that starts clusters. Nothing here is about what the extension replaces: it must not show.
+WIDE = (
+    Suite(f"{_TESTS}client.py", about_seconds=300),
+    Suite(f"{_TESTS}worker.py", about_seconds=150),
+    Suite(f"{_TESTS}nanny.py", about_seconds=90),
+    Suite(f"{_TESTS}failed_workers.py", about_seconds=60),
+    *(
+        Suite(f"{_TESTS}{name}.py")
+        for name in (
+            "active_memory_manager actor as_completed asyncio cancelled_state chaos client_executor client_loop "
+            "cluster_dump collections computations dask_collections event_logging events gc locks multi_locks preload "
+            "priorities publish queues reschedule resources semaphore spans spec stories stress tls_functional "
+            "utils_test variable versions worker_client worker_metrics worker_state_machine"
+        ).split()
+    ),
+    *(Suite(f"distributed/cli/tests/test_dask_{name}.py", about_seconds=60) for name in ("scheduler", "spec", "worker")),
+    Suite("distributed/cli/tests/test_tls_cli.py"),
+    *(
+        Suite(f"distributed/deploy/tests/test_{name}.py")
+        for name in "adaptive adaptive_core cluster local slow_adaptive spec_cluster subprocess".split()
+    ),
+    *(
+        Suite(f"distributed/diagnostics/tests/test_{name}.py", about_seconds=10)
+        for name in (
+            "cluster_dump_plugin eventstream graph_layout install_plugin memory_sampler nanny_plugin progress "
+            "progress_stream progressbar task_stream"
+        ).split()
+    ),
+    Suite("distributed/shuffle/tests/test_merge_column_and_index.py"),
+    Suite("distributed/shuffle/tests/test_metrics.py", about_seconds=5),
+)
 
-def select(pattern: str | None) -> list[Suite]:
-    """The suites whose path contains ``pattern`` (``*`` stands for anything; several with commas); all for None.
 
-    Raises ValueError with the list of paths if nothing matches.
+def select(pattern: str | None, wide: bool = False) -> list[Suite]:
+    """The suites whose path contains ``pattern`` (``*`` stands for anything; several with commas).
+
+    None stands for `SUITES`, with ``wide`` for `WIDE`, too. Raises ValueError with the list of paths if nothing matches.
     """
     if pattern is None:
-        return list(SUITES)
+        return [*SUITES, *(WIDE if wide else ())]
+    every = [*SUITES, *WIDE]
     parts = [".*".join(map(re.escape, p.strip().split("*"))) for p in pattern.split(",") if p.strip()]
-    chosen = [s for s in SUITES if any(re.search(p, s.path) for p in parts)]
+    chosen = [s for s in every if any(re.search(p, s.path) for p in parts)]
     if not chosen:
-        raise ValueError(f"no suite matches {pattern!r}; there are:\n  " + "\n  ".join(s.path for s in SUITES))
+        raise ValueError(f"no suite matches {pattern!r}; there are:\n  " + "\n  ".join(s.path for s in every))
     return chosen
 
 
