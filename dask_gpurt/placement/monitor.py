@@ -303,17 +303,17 @@ class Monitor:
         if reason is not None:
             engine.forbade[reason] += 1
             return False
-        valid = engine.scheduler.valid_workers(ts)
         free = [
             info
             for info in self._some(home, idle=True)
-            if (valid is None or info.ws in valid)
-            and len(info.ws.processing)
+            if len(info.ws.processing)
             - len(info.ws.long_running)
             + copies.per_worker[info.address]
             + self.stealing.in_flight.get(info.ws, 0)
             < info.ws.nthreads
         ]
+        valid = self.stealing.may_steal(ts, {info.ws for info in free})
+        free = [info for info in free if valid is None or info.ws in valid]
         # With the home, which has the inputs and runs the task: of others none may be left.
         free = [info for info in engine.tables.devices.able(ts, [home, *free]) if info is not home]
         prefix = engine.durations.known(ts)

@@ -443,6 +443,24 @@ async def test_patrol_finds_a_straggler(c: Any, s: Scheduler, a: Worker, b: Work
 
 
 @three
+async def test_a_wish_for_a_worker_that_is_busy_keeps_no_copy_off(
+    c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker
+) -> None:
+    plugin = await started(s)
+    for w in (a, b, d):
+        open_gate(w)
+    for i in range(6):
+        await c.submit(held, pure=False, key=("held", i))
+    GATES[a.address] = threading.Event()
+    f = c.submit(held, pure=False, key=("held", 77), workers=[a.address], allow_other_workers=True)
+    await until(lambda: a.state.executing_count == 1)
+    assert await asyncio.wait_for(f, 20) in (b.address, d.address)
+    open_gate(a)
+    assert plugin.copies is not None
+    await settled(s, plugin.copies, a, b, d)
+
+
+@three
 async def test_never_when_annotated_or_switched_off(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
     plugin = await started(s)
     for w in (a, b, d):
