@@ -122,7 +122,11 @@ class GpurtScheduler(SchedulerPlugin):
                 await self.parts.add("trace", self._add_trace)
             # The shuffle comes last: it asks the workers whether they can, and it is the one part that may refuse to
             # leave, which it has to do before anything else has left.
-            if self.settings.shuffle.enabled:
+            if self.settings.shuffle.enabled and "shuffle" not in scheduler.plugins:
+                # As with `extensions={}`: a scheduler that was started without has no shuffles to take over.
+                self.parts.state["shuffle"] = "off: this scheduler was started without distributed's shuffle plugin"
+                logger.warning("dask-gpurt: shuffle is %s", self.parts.state["shuffle"])
+            elif self.settings.shuffle.enabled:
                 await self.parts.add("shuffle", self._add_shuffle)
         except BaseException:
             self.scheduler = None

@@ -469,6 +469,23 @@ def test_a_part_that_cannot_install(monkeypatch: pytest.MonkeyPatch) -> None:
         _work(client)
 
 
+@gen_cluster(
+    client=True,
+    nthreads=[("127.0.0.1", 1)] * 2,
+    scheduler_kwargs={"extensions": {}},
+    worker_kwargs={"extensions": {}},
+)
+async def test_a_scheduler_without_extensions_of_dask(c, s, a, b):
+    """It has no shuffles to take over, and no work stealing; all else is there."""
+    plugin = GpurtScheduler(Settings.load())
+    await plugin.start(s)
+    assert plugin.parts is not None
+    assert "without distributed's shuffle plugin" in plugin.parts.state["shuffle"]
+    assert plugin.parts.state["placement"] == plugin.parts.state["workers"] == "on"
+    assert await c.gather(c.map(lambda i: i + 1, range(20))) == list(range(1, 21))
+    await plugin.uninstall()
+
+
 @gen_cluster(nthreads=[("127.0.0.1", 1)] * 2)
 async def test_a_worker_that_leaves_meanwhile_is_no_failure(s, a, b):
     """Neither to attach nor to detach: the other workers have, or have not, what was asked for."""

@@ -113,10 +113,13 @@ def _command(place: Place, mode: Mode, suite: Suite, target: str, junit: Path) -
 def _environment(place: Place, mode: Mode, suite: Suite, home: Path, log: Path) -> dict[str, str]:
     kept = kept_settings()
     env = {k: v for k, v in os.environ.items() if not k.startswith(_DROPPED) or k in kept}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
     path = [place.overlay(suite.package), place.out / "support", place.root]
     env |= {
         "PYTHONPATH": os.pathsep.join(map(str, path)),
         "PYTHONHASHSEED": "0",
+        # Compiled files, as an installed package has them: else each worker that starts compiles the extension.
+        "PYTHONPYCACHEPREFIX": str(place.out / "pycache"),
         "HOME": str(home),
         "TMPDIR": str(home),
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)]),

@@ -162,6 +162,8 @@ async def test_metrics_are_true_and_peers_get_spilled_keys(c: Client, s: Schedul
     await wait(z)
     await beat(a)
     assert any(k[0] == "execute" and "disk-read" in k for k in s.cumulative_worker_metrics)
+    # As under stock's buffer, for Dask's fine performance metrics.
+    assert any(k[0] == "execute" and "memory-read" in k for k in s.cumulative_worker_metrics)
 
 
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 2)], worker_kwargs={"memory_limit": "30 MB"}, config=NO_WATCH)
