@@ -394,11 +394,6 @@ class TieredStore(MutableMapping["Key", Any]):
         )
 
     @property
-    def fast(self) -> Collection[Key]:
-        """The same as `memory`, as `slow` and `disk` are the same."""
-        return self.memory
-
-    @property
     def below_device(self) -> list[Key]:
         """Keys of device values that are not on the device."""
         return [k for k, e in self._entries.items() if type(e.value) is Box and e.value.tier is not Tier.DEVICE]
