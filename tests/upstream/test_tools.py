@@ -143,7 +143,7 @@ def test_source_version(tmp_path: Path) -> None:
 def test_only_tests_of_the_installed_version_are_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "distributed/shuffle/tests").mkdir(parents=True)
     (tmp_path / "pyproject.toml").write_text('dependencies = ["dask >=2026.7.1,<2026.7.2"]')
-    args = argparse.Namespace(distributed_src=tmp_path, only="test_spill,test_concat")
+    args = argparse.Namespace(wide=False, distributed_src=tmp_path, only="test_spill,test_concat")
     notes: list[str] = []
     monkeypatch.setattr(suites, "versions", lambda: {"distributed": "2026.8.0"})
     with pytest.raises(ValueError, match=r"is distributed 2026\.7\.1, but 2026\.8\.0 is installed"):
@@ -160,7 +160,7 @@ def test_a_file_without_the_module_it_needs_is_left_out(monkeypatch: pytest.Monk
     made = (suites.Suite("dask/a.py", needs="no_such_module"), suites.Suite("dask/b.py", needs="json"))
     monkeypatch.setattr(suites, "SUITES", made)
     notes: list[str] = []
-    assert run.choose(argparse.Namespace(distributed_src=None, only=None), notes) == [made[1]]
+    assert run.choose(argparse.Namespace(wide=False, distributed_src=None, only=None), notes) == [made[1]]
     assert "dask/a.py was not run: all its tests need no_such_module" in notes[0]
 
 
