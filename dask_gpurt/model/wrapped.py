@@ -7,6 +7,7 @@ is no longer active then, and only passes the call on.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,8 @@ class Wrapped(ABC):
         self._had = name in self._place
         #: whether ours is to do anything
         self._active = False
-        self._ours = self._wrap(self._stock)
+        # With stock's signature: a server looks there for what a handler takes, as the serializers of a client.
+        self._ours = functools.update_wrapper(self._wrap(self._stock), self._stock)
 
     @abstractmethod
     def _wrap(self, stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -486,6 +486,17 @@ async def test_a_scheduler_without_extensions_of_dask(c, s, a, b):
     await plugin.uninstall()
 
 
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2, client_kwargs={"serializers": ["dask", "msgpack"]})
+async def test_a_client_without_pickle_gets_what_it_can_read(c, s, a, b):
+    """A server passes the client's serializers on to a handler only if its signature has them: also to a wrapped one."""
+    plugin = GpurtScheduler(Settings.load())
+    await plugin.start(s)
+    assert await c.submit(lambda i: i + 1, 1) == 2
+    with pytest.raises(TypeError):
+        await c.submit(lambda: len)
+    await plugin.uninstall()
+
+
 @gen_cluster(nthreads=[("127.0.0.1", 1)] * 2)
 async def test_a_worker_that_leaves_meanwhile_is_no_failure(s, a, b):
     """Neither to attach nor to detach: the other workers have, or have not, what was asked for."""
