@@ -25,7 +25,7 @@ import pyarrow as pa
 from dask_gpurt.memory.malloc import heap
 from dask_gpurt.memory.pages import pages
 from dask_gpurt.shuffle import seam
-from dask_gpurt.shuffle.rows import arrow_dtypes, gather
+from dask_gpurt.shuffle.rows import arrow_dtypes, gather, pandas_dtypes
 from dask_gpurt.shuffle.rows.pickled_columns import fixed_in, index_names, irregular, restored, unified
 from dask_gpurt.shuffle.rows.schema import schema_of
 
@@ -126,12 +126,14 @@ def general(
     regular = meta.drop(columns=[name for name in pickled if name in meta]) if pickled else meta
     as_is = arrow_dtypes.columns(table, regular)
     _, from_arrow = seam.shuffle_tables()
+    table, more = pandas_dtypes.of(table, meta)
     if not as_is:
-        return _reconciled(restored(from_arrow(meta, table, self_destruct=True), pickled, index, meta), meta)
+        frame = _reconciled(restored(from_arrow(meta, table, self_destruct=True), pickled, index, meta), meta)
+        return pandas_dtypes.completed(frame, more)
     names, table = table.column_names, arrow_dtypes.without(table, as_is)
     rest = restored(from_arrow(meta, table, self_destruct=True), pickled, index, meta)
     rest = _reconciled(rest, meta.drop(columns=list(as_is)))
-    return arrow_dtypes.inserted(rest, as_is, names, meta)
+    return pandas_dtypes.completed(arrow_dtypes.inserted(rest, as_is, names, meta), more)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
