@@ -172,30 +172,22 @@ def _changed(data: pd.DataFrame, table: pa.Table, fixed: frozenset[str]) -> tupl
     import pyarrow as pa
 
     is_a, names = pa.types, index_names(table)
+    tests = (
+        (is_a.is_binary, _has_text),
+        (is_a.is_date, _has_moments),
+        (is_a.is_time, _has_zones),
+        (is_a.is_timestamp, _has_zones_and_none),
+    )
+    ways = {field.name: test for field in table.schema for of_type, test in tests if of_type(field.type)}
     unread = unreadable(table.schema)
-    tests = {
-        field.name: test
-        for field in table.schema
-        for of_type, test in (
-            (is_a.is_binary, _has_text),
-            (is_a.is_date, _has_moments),
-            (is_a.is_time, _has_zones),
-            (is_a.is_timestamp, _has_zones_and_none),
-        )
-        if of_type(field.type)
-    }
-    if not tests and not unread:
-        return [], []
 
     def changed(values: pd.Series | pd.Index, name: str) -> bool:
-        if name in unread:
-            return True
-        return name in tests and values.dtype == object and tests[name](values)
+        return name in unread or (name in ways and values.dtype == object and ways[name](values))
 
     odd = [
         i
         for i, name in enumerate(map(str, data.columns))
-        if (name in unread or (name in tests and name not in fixed)) and changed(data.iloc[:, i], name)
+        if (name in unread or name in ways.keys() - fixed) and changed(data.iloc[:, i], name)
     ]
     levels = [i for i, name in enumerate(names) if changed(data.index.get_level_values(i), name)]
     return odd, levels
@@ -383,10 +375,10 @@ def restored(
             frame.isetitem(at, _as_meta(values, meta.dtypes.get(name), frame.index))
     if any(name in names for name in index_names):
         levels = [frame.index.get_level_values(i) for i in range(frame.index.nlevels)]
-        frame.index = index_of(
-            [_loaded(at, name) if name in names else at for at, name in zip(levels, index_names, strict=True)],
-            frame.index,
-        )
+        for i, name in enumerate(index_names):
+            if name in names:
+                levels[i] = _level_of(_loaded(levels[i], name), meta.index.get_level_values(i).dtype)
+        frame.index = index_of(levels, frame.index)
     return frame
 
 
@@ -398,6 +390,13 @@ def index_of(levels: Sequence[pd.Index | Objects], like: pd.Index) -> pd.Index:
     if isinstance(like, pd.MultiIndex):
         return pd.MultiIndex.from_arrays(typed, names=like.names)
     return typed[0].rename(like.name)
+
+
+def _level_of(values: Objects, dtype: object) -> pd.Index | Objects:
+    import pandas as pd
+
+    categories = isinstance(dtype, pd.CategoricalDtype)
+    return pd.Index(_as_meta(values, dtype, pd.RangeIndex(len(values)))) if categories else values
 
 
 def _series(values: Objects, index: pd.Index) -> pd.Series:

@@ -7,7 +7,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from tests.shuffle.rows.test_pickled_columns import check
+from tests.shuffle.rows.test_pickled_columns import check, shuffled
 
 BIG = 2**62 + 1
 LEVELS: dict[str, pd.Index] = {
@@ -64,3 +64,21 @@ def test_categories_keep_their_time_zone(ordered: bool, known: bool) -> None:
     for out in check(frames, meta):
         assert out["c"].cat.categories.dtype == days.dtype
         assert out["c"].cat.ordered == ordered
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "want"),
+    [
+        (pd.array([BIG, 1]), pd.array([BIG, None], "Int64"), "Int64"),
+        (pd.array([1, 2], "Int8"), pd.array([BIG, None], "Int64"), "Int64"),
+        (np.array([True, False]), pd.array([True, None], "boolean"), "boolean"),
+        (pd.array([5, None], "Int64"), np.array([1.5, np.nan]), "Float64"),
+    ],
+)
+def test_numbers_with_a_mask_in_some_partitions(first: object, second: object, want: str) -> None:
+    """Whichever comes first: large integers beside nulls are not floats."""
+    first, second = (pd.DataFrame({"p": [0, 0], "o": values}) for values in (first, second))
+    for frames in ([first, second], [second, first]):
+        out = shuffled(frames, frames[0].iloc[:0])[0]
+        assert out["o"].dtype == want
+        pd.testing.assert_series_equal(out["o"], pd.concat([one["o"] for one in frames]))

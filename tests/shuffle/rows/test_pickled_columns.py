@@ -230,7 +230,8 @@ def test_categories_that_are_periods(known: bool) -> None:
     for out in check(frames, frames[0].iloc[:0] if known else frames[0].iloc[:0].assign(c=pd.Categorical([]))):
         assert out["c"].dtype == dtype or not known
         assert out["c"].cat.categories.dtype == months.dtype
-    check([one.set_index("c") for one in frames])
+    for out in check([one.set_index("c") for one in frames]):
+        assert isinstance(out.index, pd.CategoricalIndex)
 
 
 @pytest.mark.parametrize("known", [True, False])
