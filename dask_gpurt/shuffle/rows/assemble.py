@@ -15,6 +15,7 @@ of a hot output are not there twice. Small ones are built column by column (`joi
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,8 @@ import pyarrow as pa
 from dask_gpurt.memory.malloc import heap
 from dask_gpurt.memory.pages import pages
 from dask_gpurt.shuffle import seam
-from dask_gpurt.shuffle.rows import arrow_dtypes, gather
-from dask_gpurt.shuffle.rows.pickled_columns import fixed_in, index_names, irregular, restored, unified
+from dask_gpurt.shuffle.rows import arrow_dtypes, gather, pandas_dtypes
+from dask_gpurt.shuffle.rows.pickled_columns import fixed_in, index_names, irregular, noted, restored, unified
 from dask_gpurt.shuffle.rows.schema import schema_of
 
 if TYPE_CHECKING:
@@ -42,6 +43,17 @@ LARGE_BYTES = 64 << 20
 GIVE_BACK_BYTES = 32 << 20
 #: how the names of numpy's dtypes begin that have a missing value and are plain (see `gather`)
 _MISSING = ("float32", "float64", "datetime64[", "timedelta64[")
+#: names of pandas' dtypes of numbers with a mask, and of numpy's
+_MASKED = frozenset(f"{kind}{bits}" for kind in ("Int", "UInt") for bits in (8, 16, 32, 64)) | {
+    "Float32",
+    "Float64",
+    "boolean",
+}
+_NUMBERS = frozenset(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)) | {
+    "float32",
+    "float64",
+    "bool",
+}
 
 
 class Assembler:
@@ -112,7 +124,9 @@ def general(
     """
     import pyarrow as pa
 
-    _mark_missing(tables, [schema_of(table.schema) for table in tables] if schemas is None else schemas, meta)
+    schemas = [schema_of(table.schema) for table in tables] if schemas is None else schemas
+    _mark_missing(tables, schemas, meta)
+    tables[0] = _note_masks(tables[0], schemas)
     if pickled:
         tables = list(unified(tables, pickled))
     table = pa.concat_tables(tables, promote_options="permissive")
@@ -126,12 +140,14 @@ def general(
     regular = meta.drop(columns=[name for name in pickled if name in meta]) if pickled else meta
     as_is = arrow_dtypes.columns(table, regular)
     _, from_arrow = seam.shuffle_tables()
+    table, more = pandas_dtypes.of(table, meta)
     if not as_is:
-        return _reconciled(restored(from_arrow(meta, table, self_destruct=True), pickled, index, meta), meta)
+        frame = _reconciled(restored(from_arrow(meta, table, self_destruct=True), pickled, index, meta), meta)
+        return pandas_dtypes.completed(frame, more)
     names, table = table.column_names, arrow_dtypes.without(table, as_is)
     rest = restored(from_arrow(meta, table, self_destruct=True), pickled, index, meta)
     rest = _reconciled(rest, meta.drop(columns=list(as_is)))
-    return arrow_dtypes.inserted(rest, as_is, names, meta)
+    return pandas_dtypes.completed(arrow_dtypes.inserted(rest, as_is, names, meta), more)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -355,6 +371,22 @@ def _mark_missing(tables: list[pa.Table], schemas: Sequence[KnownSchema], meta: 
             at = one.schema.get_field_index(name)
             if at >= 0 and one.dtypes.get(name, "").startswith(_MISSING):
                 tables[i] = tables[i].set_column(at, one.schema.field(at), _marked(tables[i].column(at)))
+
+
+def _note_masks(table: pa.Table, schemas: Sequence[KnownSchema]) -> pa.Table:
+    """The first of some tables, whose notes count, with the common dtype of columns that have a mask in one of them.
+
+    Else what the first input has would say whether large integers beside nulls become floats, which cannot hold them.
+    """
+    kinds: dict[str, dict[str, None]] = {}
+    for one in dict.fromkeys(schemas):
+        for name, dtype in one.dtypes.items():
+            kinds.setdefault(name, {})[dtype] = None
+    for name, dtypes in kinds.items():
+        if len(dtypes) > 1 and not _MASKED.isdisjoint(dtypes) and dtypes.keys() <= _MASKED | _NUMBERS:
+            common = str(functools.reduce(seam.common_dtype, map(pd.api.types.pandas_dtype, dtypes)))
+            table = noted(table, {name}, common.lower(), common)
+    return table
 
 
 def _marked(column: pa.ChunkedArray) -> pa.ChunkedArray:

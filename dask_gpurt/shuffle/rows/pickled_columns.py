@@ -12,13 +12,15 @@ pickled, so everything that Dask's P2P can do is done as it does it.
 Whether Arrow holds a column is found per input partition. One partition may have numbers and the next one words, or one
 may need pickle and the next one not. Where an output joins such tables, the column is pickled in all of them.
 
-Text beside bytes is pickled, too: Arrow takes both, and makes bytes of the text.
+What Arrow takes and makes something else of is pickled, too (`_changed`): text beside bytes becomes bytes, moments
+beside dates become dates, times of a day lose their zones, and moments without a zone get that of others.
 
 Values are pickled one by one, as rows of a column part. What refers to ``__main__`` goes by cloudpickle, as in Dask.
 """
 
 from __future__ import annotations
 
+import datetime
 import functools
 import json
 import pickle
@@ -73,34 +75,39 @@ def table_of(data: pd.DataFrame, convert: Callable[..., pa.Table], fixed: frozen
     pyarrow.ArrowException
         Arrow cannot hold a column that is not of objects.
     """
-    try:
-        table = convert(data, preserve_index=True)
-    except MemoryError:
-        raise
-    except Exception as e:
-        odd, levels = _refused(data)
-        if not odd and not levels:
+    plain, odd, levels = data, set[int](), set[int]()
+    while True:
+        # Until nothing is left to pickle: what Arrow refuses hides what it would make something else of.
+        try:
+            table = convert(plain, preserve_index=True)
+        except MemoryError:
             raise
-        _check_allowed(data, odd, fixed, e)
-    else:
-        odd, levels = _mixed_bytes(data, table, fixed)
-        unread = unreadable(table.schema)
-        if unread:
-            odd += [i for i, name in enumerate(data.columns) if str(name) in unread]
-            levels += [i for i, name in enumerate(index_names(table)) if name in unread]
-        if not odd and not levels:
-            return table
-    plain = data.copy(deep=False)
-    for at in odd:
-        plain.isetitem(at, _series(_dumped(data.iloc[:, at].array, str(data.columns[at])), data.index))
-    if levels:
-        plain.index = _index([_level(data, i, i in levels) for i in range(data.index.nlevels)], data.index)
-    table = convert(plain, preserve_index=True)
-    return _marked(table, [str(data.columns[at]) for at in odd] + [index_names(table)[i] for i in levels])
+        except Exception as e:
+            columns, depths = _refused(plain)
+            if not columns and not depths:
+                raise
+            _check_allowed(data, columns, fixed, e)
+        else:
+            columns, depths = _changed(plain, table, fixed)
+            if not columns and not depths:
+                break
+        plain = plain.copy(deep=False)
+        for at in columns:
+            plain.isetitem(at, _series(_dumped(data.iloc[:, at].array, str(data.columns[at])), data.index))
+        odd.update(columns)
+        levels.update(depths)
+        if depths:
+            plain.index = index_of([_level(data, i, i in levels) for i in range(data.index.nlevels)], data.index)
+    if not odd and not levels:
+        return table
+    return _marked(table, [str(data.columns[at]) for at in sorted(odd)] + [index_names(table)[i] for i in levels])
 
 
 def unreadable(schema: pa.Schema) -> frozenset[str]:
-    """Names of the fields whose type Arrow writes but cannot read, such as a dictionary of pandas' intervals."""
+    """Names of the fields whose type Arrow writes but does not read as it was: dictionaries of pandas' own types.
+
+    Those of intervals cannot be read at all, those of periods are read as periods, which then are the codes.
+    """
     import pyarrow as pa
 
     if _is_readable(schema):
@@ -112,12 +119,11 @@ def _is_readable(schema: pa.Schema) -> bool:
     import pyarrow as pa
 
     try:
-        pa.ipc.read_schema(schema.serialize())
+        return bool(pa.ipc.read_schema(schema.serialize()).equals(schema))
     except MemoryError:
         raise
     except Exception:  # of an extension type's own code: anything
         return False
-    return True
 
 
 def _check_allowed(data: pd.DataFrame, odd: Iterable[int], fixed: frozenset[str], cause: Exception) -> None:
@@ -161,25 +167,59 @@ def _refuses(values: pd.Series | pd.Index) -> bool:
     return False
 
 
-def _mixed_bytes(data: pd.DataFrame, table: pa.Table, fixed: frozenset[str]) -> tuple[list[int], list[int]]:
-    """As `_refused`, of columns that Arrow took as bytes though they hold text as well."""
+def _changed(data: pd.DataFrame, table: pa.Table, fixed: frozenset[str]) -> tuple[list[int], list[int]]:
+    """As `_refused`, of columns that Arrow took, but of which it made something else than they hold."""
     import pyarrow as pa
 
-    binary = {field.name for field in table.schema if pa.types.is_binary(field.type)}
-    if not binary:
-        return [], []
-    odd = [i for i, name in enumerate(data.columns) if name in binary - fixed and _has_text(data.iloc[:, i])]
-    names = index_names(table)
-    levels = [i for i in range(data.index.nlevels) if names[i] in binary]
-    return odd, [i for i in levels if _has_text(data.index.get_level_values(i))]
+    is_a, names = pa.types, index_names(table)
+    tests = (
+        (is_a.is_binary, _has_text),
+        (is_a.is_date, _has_moments),
+        (is_a.is_time, _has_zones),
+        (is_a.is_timestamp, _has_zones_and_none),
+    )
+    ways = {field.name: test for field in table.schema for of_type, test in tests if of_type(field.type)}
+    unread = unreadable(table.schema)
+
+    def changed(values: pd.Series | pd.Index, name: str) -> bool:
+        return name in unread or (name in ways and values.dtype == object and ways[name](values))
+
+    odd = [
+        i
+        for i, name in enumerate(map(str, data.columns))
+        if (name in unread or name in ways.keys() - fixed) and changed(data.iloc[:, i], name)
+    ]
+    levels = [i for i, name in enumerate(names) if changed(data.index.get_level_values(i), name)]
+    return odd, levels
 
 
 def _has_text(values: pd.Series | pd.Index) -> bool:
     import pandas as pd
 
-    if values.dtype != object or pd.api.types.infer_dtype(values, skipna=True) == "bytes":
+    if pd.api.types.infer_dtype(values, skipna=True) == "bytes":
         return False
     return any(isinstance(value, str) for value in values)
+
+
+def _has_moments(values: pd.Series | pd.Index) -> bool:
+    """Whether there are times of a day beside dates: Arrow makes dates of them where a date comes first."""
+    import pandas as pd
+
+    kinds = set(map(type, values)) - {type(pd.NaT)}
+    return any(issubclass(kind, datetime.datetime) for kind in kinds)
+
+
+def _has_zones(values: pd.Series | pd.Index) -> bool:
+    """Whether times of a day have zones, which Arrow's have not."""
+    return any(getattr(value, "tzinfo", None) is not None for value in values)
+
+
+def _has_zones_and_none(values: pd.Series | pd.Index) -> bool:
+    """Whether some moments have zones and others none: Arrow makes either of all."""
+    import pandas as pd
+
+    moments = (value for value in values if isinstance(value, datetime.datetime) and value is not pd.NaT)
+    return len({moment.tzinfo is None for moment in moments}) > 1
 
 
 def index_names(table: pa.Table) -> list[str]:
@@ -279,7 +319,7 @@ def unified(tables: list[pa.Table], names: Collection[str]) -> Iterator[pa.Table
         for name in more:
             at = table.schema.get_field_index(name)
             table = table.set_column(at, name, _repickled(table, name))
-        yield _noted(_marked(table, {*here, *more}), names)
+        yield noted(_marked(table, {*here, *more}), names, "bytes", "object")
 
 
 def _repickled(table: pa.Table, name: str) -> pa.Array:
@@ -295,14 +335,14 @@ def _repickled(table: pa.Table, name: str) -> pa.Array:
     return pa.array(_dumped(values, name), type=pa.large_binary())
 
 
-def _noted(table: pa.Table, names: Collection[str]) -> pa.Table:
-    """The table with pandas' notes of these columns as those of bytes."""
+def noted(table: pa.Table, names: Collection[str], pandas_type: str, numpy_type: str) -> pa.Table:
+    """The table with pandas' notes of these columns as those of other types."""
     notes = table.schema.pandas_metadata
     if not notes:
         return table
     for note in notes["columns"]:
         if note["field_name"] in names:
-            note.update(pandas_type="bytes", numpy_type="object", metadata=None)
+            note.update(pandas_type=pandas_type, numpy_type=numpy_type, metadata=None)
     return table.replace_schema_metadata({**table.schema.metadata, b"pandas": json.dumps(notes).encode()})
 
 
@@ -335,14 +375,14 @@ def restored(
             frame.isetitem(at, _as_meta(values, meta.dtypes.get(name), frame.index))
     if any(name in names for name in index_names):
         levels = [frame.index.get_level_values(i) for i in range(frame.index.nlevels)]
-        frame.index = _index(
-            [_loaded(at, name) if name in names else at for at, name in zip(levels, index_names, strict=True)],
-            frame.index,
-        )
+        for i, name in enumerate(index_names):
+            if name in names:
+                levels[i] = _level_of(_loaded(levels[i], name), meta.index.get_level_values(i).dtype)
+        frame.index = index_of(levels, frame.index)
     return frame
 
 
-def _index(levels: Sequence[pd.Index | Objects], like: pd.Index) -> pd.Index:
+def index_of(levels: Sequence[pd.Index | Objects], like: pd.Index) -> pd.Index:
     import pandas as pd
 
     # Not inferred: objects that happen to be numbers or dates in one output are still objects.
@@ -350,6 +390,13 @@ def _index(levels: Sequence[pd.Index | Objects], like: pd.Index) -> pd.Index:
     if isinstance(like, pd.MultiIndex):
         return pd.MultiIndex.from_arrays(typed, names=like.names)
     return typed[0].rename(like.name)
+
+
+def _level_of(values: Objects, dtype: object) -> pd.Index | Objects:
+    import pandas as pd
+
+    categories = isinstance(dtype, pd.CategoricalDtype)
+    return pd.Index(_as_meta(values, dtype, pd.RangeIndex(len(values)))) if categories else values
 
 
 def _series(values: Objects, index: pd.Index) -> pd.Series:
@@ -381,7 +428,9 @@ def _as_meta(values: Objects, dtype: object, index: pd.Index) -> pd.Series:
     plain = _series(values, index)
     if not isinstance(dtype, pd.CategoricalDtype):
         return plain
-    found = plain.dropna().unique()
+    found = pd.Index(plain.dropna().unique(), dtype=object)
     if set(found) <= set(dtype.categories):
         return plain.astype(dtype)
-    return plain if dtype.ordered else plain.astype(pd.CategoricalDtype(pd.Index(found, dtype=object)))
+    if found.inferred_type in ("period", "interval"):
+        found = found.infer_objects()
+    return plain if dtype.ordered else plain.astype(pd.CategoricalDtype(found))

@@ -72,6 +72,15 @@ ODD: dict[str, list[Any]] = {
     "text and NA": [pd.NA, "a", 2, None],
 }
 
+MOMENT = datetime.datetime(2020, 1, 1, 5)
+#: values of one partition that Arrow takes for others
+CHANGED: dict[str, list[Any]] = {
+    "text and bytes": ["a", b"a", None, "b"],
+    "dates and moments": [MOMENT.date(), MOMENT, None, MOMENT.date()],
+    "times with a zone": [datetime.time(1, tzinfo=datetime.UTC), None, datetime.time(2), datetime.time(3)],
+    "some with a zone": [MOMENT.replace(tzinfo=datetime.UTC), MOMENT, None, MOMENT],
+}
+
 
 def shuffled(frames: list[pd.DataFrame], meta: pd.DataFrame | None = None) -> list[pd.DataFrame]:
     """Both outputs of these inputs, by their column ``p``."""
@@ -185,6 +194,44 @@ def test_categories_of_objects() -> None:
     unknown = frames[0].iloc[:0].assign(c=pd.Categorical([]))
     for out in check(frames, unknown):
         assert set(out["c"].cat.categories) <= {1, "a"}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+@pytest.mark.parametrize("beside", [False, True])
+def test_what_arrow_would_make_something_else_of(name: str, beside: bool) -> None:
+    """Also beside a column that Arrow refuses, and in an index beside one."""
+    more = {"q": objects([len, 1, "a", None])} if beside else {}
+    frames = [frame(values).assign(**more) for values in (CHANGED[name], CHANGED[name][::-1])]
+    check(frames)
+    check([one.set_index(pd.Index(one["o"], dtype=object, name="i")).assign(o=1) for one in frames])
+
+
+def test_dates_and_moments_of_one_kind_are_not_pickled() -> None:
+    regular = pd.DataFrame(
+        {
+            "d": objects([datetime.date(2020, 1, 1), None, pd.NaT]),
+            "t": objects([datetime.time(1), None, datetime.time(2)]),
+            "m": objects([datetime.datetime(1, 1, 1), None, pd.NaT]),
+            "z": objects([MOMENT.replace(tzinfo=datetime.UTC), None, pd.NaT]),
+        }
+    )
+    assert not schema_of(table_of(regular, pa.Table.from_pandas).schema).pickled
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_categories_that_are_periods(known: bool) -> None:
+    """Arrow reads their codes for periods, and cannot join their tables."""
+    months = pd.period_range("2020-01", periods=8, freq="M")
+    dtype = pd.CategoricalDtype(months)
+    frames = [
+        pd.DataFrame({"p": np.arange(4) % 2, "c": pd.Categorical(values, dtype=dtype if known else None)})
+        for values in (months[[0, 1, 1, 0]], months[[3, 1, 2, 4]], [None, *months[[5, 6, 7]]])
+    ]
+    for out in check(frames, frames[0].iloc[:0] if known else frames[0].iloc[:0].assign(c=pd.Categorical([]))):
+        assert out["c"].dtype == dtype or not known
+        assert out["c"].cat.categories.dtype == months.dtype
+    for out in check([one.set_index("c") for one in frames]):
+        assert isinstance(out.index, pd.CategoricalIndex)
 
 
 @pytest.mark.parametrize("known", [True, False])
