@@ -91,25 +91,67 @@ WIDE = (
     Suite(f"{_TESTS}failed_workers.py", about_seconds=60),
     *(
         Suite(f"{_TESTS}{name}.py")
-        for name in (
-            "active_memory_manager actor as_completed asyncio cancelled_state chaos client_executor client_loop "
-            "cluster_dump collections computations dask_collections event_logging events gc locks multi_locks preload "
-            "priorities publish queues reschedule resources semaphore spans spec stories stress tls_functional "
-            "utils_test variable versions worker_client worker_metrics worker_state_machine"
-        ).split()
+        for name in [
+            "active_memory_manager",
+            "actor",
+            "as_completed",
+            "asyncio",
+            "cancelled_state",
+            "chaos",
+            "client_executor",
+            "client_loop",
+            "cluster_dump",
+            "collections",
+            "computations",
+            "dask_collections",
+            "event_logging",
+            "events",
+            "gc",
+            "locks",
+            "multi_locks",
+            "preload",
+            "priorities",
+            "publish",
+            "queues",
+            "reschedule",
+            "resources",
+            "semaphore",
+            "spans",
+            "spec",
+            "stories",
+            "stress",
+            "tls_functional",
+            "utils_test",
+            "variable",
+            "versions",
+            "worker_client",
+            "worker_metrics",
+            "worker_state_machine",
+        ]
     ),
-    *(Suite(f"distributed/cli/tests/test_dask_{name}.py", about_seconds=60) for name in ("scheduler", "spec", "worker")),
+    *(
+        Suite(f"distributed/cli/tests/test_dask_{name}.py", about_seconds=60)
+        for name in ("scheduler", "spec", "worker")
+    ),
     Suite("distributed/cli/tests/test_tls_cli.py"),
     *(
         Suite(f"distributed/deploy/tests/test_{name}.py")
-        for name in "adaptive adaptive_core cluster local slow_adaptive spec_cluster subprocess".split()
+        for name in ["adaptive", "adaptive_core", "cluster", "local", "slow_adaptive", "spec_cluster", "subprocess"]
     ),
     *(
         Suite(f"distributed/diagnostics/tests/test_{name}.py", about_seconds=10)
-        for name in (
-            "cluster_dump_plugin eventstream graph_layout install_plugin memory_sampler nanny_plugin progress "
-            "progress_stream progressbar task_stream"
-        ).split()
+        for name in [
+            "cluster_dump_plugin",
+            "eventstream",
+            "graph_layout",
+            "install_plugin",
+            "memory_sampler",
+            "nanny_plugin",
+            "progress",
+            "progress_stream",
+            "progressbar",
+            "task_stream",
+        ]
     ),
     Suite("distributed/shuffle/tests/test_merge_column_and_index.py"),
     Suite("distributed/shuffle/tests/test_metrics.py", about_seconds=5),
@@ -119,7 +161,7 @@ WIDE = (
 def select(pattern: str | None, wide: bool = False) -> list[Suite]:
     """The suites whose path contains ``pattern`` (``*`` stands for anything; several with commas).
 
-    None stands for `SUITES`, with ``wide`` for `WIDE`, too. Raises ValueError with the list of paths if nothing matches.
+    None stands for `SUITES`, with ``wide`` for `WIDE`, too. Raises ValueError with the list of paths if none matches.
     """
     if pattern is None:
         return [*SUITES, *(WIDE if wide else ())]
