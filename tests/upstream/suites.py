@@ -83,76 +83,29 @@ SUITES = (
 )
 
 _TESTS = "distributed/tests/test_"
+_SMALL = (
+    *("active_memory_manager", "actor", "as_completed", "asyncio", "cancelled_state", "chaos", "client_executor"),
+    *("client_loop", "cluster_dump", "collections", "computations", "dask_collections", "event_logging", "events"),
+    *("gc", "locks", "multi_locks", "preload", "priorities", "publish", "queues", "reschedule", "resources"),
+    *("semaphore", "spans", "spec", "stories", "stress", "tls_functional", "utils_test", "variable", "versions"),
+    *("worker_client", "worker_metrics", "worker_state_machine"),
+)
+_COMMANDS = ("dask_scheduler", "dask_spec", "dask_worker", "tls_cli")
+_DEPLOY = ("adaptive", "adaptive_core", "cluster", "local", "slow_adaptive", "spec_cluster", "subprocess")
+_DIAGNOSTICS = (
+    *("cluster_dump_plugin", "eventstream", "graph_layout", "install_plugin", "memory_sampler", "nanny_plugin"),
+    *("progress", "progress_stream", "progressbar", "task_stream"),
+)
 #: The rest of distributed that starts clusters. Nothing here is about what the extension replaces: it must not show.
 WIDE = (
     Suite(f"{_TESTS}client.py", about_seconds=300),
     Suite(f"{_TESTS}worker.py", about_seconds=150),
     Suite(f"{_TESTS}nanny.py", about_seconds=90),
     Suite(f"{_TESTS}failed_workers.py", about_seconds=60),
-    *(
-        Suite(f"{_TESTS}{name}.py")
-        for name in [
-            "active_memory_manager",
-            "actor",
-            "as_completed",
-            "asyncio",
-            "cancelled_state",
-            "chaos",
-            "client_executor",
-            "client_loop",
-            "cluster_dump",
-            "collections",
-            "computations",
-            "dask_collections",
-            "event_logging",
-            "events",
-            "gc",
-            "locks",
-            "multi_locks",
-            "preload",
-            "priorities",
-            "publish",
-            "queues",
-            "reschedule",
-            "resources",
-            "semaphore",
-            "spans",
-            "spec",
-            "stories",
-            "stress",
-            "tls_functional",
-            "utils_test",
-            "variable",
-            "versions",
-            "worker_client",
-            "worker_metrics",
-            "worker_state_machine",
-        ]
-    ),
-    *(
-        Suite(f"distributed/cli/tests/test_dask_{name}.py", about_seconds=60)
-        for name in ("scheduler", "spec", "worker")
-    ),
-    Suite("distributed/cli/tests/test_tls_cli.py"),
-    *(
-        Suite(f"distributed/deploy/tests/test_{name}.py")
-        for name in ["adaptive", "adaptive_core", "cluster", "local", "slow_adaptive", "spec_cluster", "subprocess"]
-    ),
-    *(
-        Suite(f"distributed/diagnostics/tests/test_{name}.py", about_seconds=10)
-        for name in [
-            "cluster_dump_plugin",
-            "eventstream",
-            "graph_layout",
-            "install_plugin",
-            "memory_sampler",
-            "nanny_plugin",
-            "progress",
-            "progress_stream",
-            "progressbar",
-            "task_stream",
-        ]
-    ),
+    *(Suite(f"{_TESTS}{name}.py") for name in _SMALL),
+    *(Suite(f"distributed/cli/tests/test_{name}.py") for name in _COMMANDS),
+    *(Suite(f"distributed/deploy/tests/test_{name}.py") for name in _DEPLOY),
+    *(Suite(f"distributed/diagnostics/tests/test_{name}.py", about_seconds=10) for name in _DIAGNOSTICS),
     Suite("distributed/shuffle/tests/test_merge_column_and_index.py"),
     Suite("distributed/shuffle/tests/test_metrics.py", about_seconds=5),
 )
