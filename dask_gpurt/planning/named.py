@@ -1,7 +1,8 @@
 """What the name of an expression leaves out: `untold` finds it in the operands, `alike` compares two expressions by it.
 
 Dask leaves out, among others, the order of a dict, which is the order of an aggregation's columns; the unit of a
-timestamp; how text is stored; which column of a frame has which type; how an array of several dimensions lies in
+timestamp; how text is stored; which column of a frame has which type; the columns of files, where
+pyarrow reads them; how an array of several dimensions lies in
 memory; and where a text in an array of objects ends. So an expression with such an operand is found again only by one
 with the same operand, made of the same expressions. The same goes for all that is built on it, as its name tells no
 more.
@@ -56,6 +57,11 @@ def untold(expression: Any) -> tuple[tuple[int, Any], ...]:
         if type(operand) in _ATOMS or isinstance(operand, Expr):
             continue
         name = names[i] if i < len(names) else ""
+        if name == "_dataset_info_cache" and type(expression).__name__ == "ReadParquetPyarrowFS":
+            # It is named by sizes and times of files, which may be the same after a column was renamed.
+            schema = operand["schema"]
+            out.append((i, (schema, schema.metadata)))
+            continue
         # The only empty frame that a user gives.
         if name in _MADE and (name, type(expression).__name__) != ("meta", "MapPartitions"):
             continue
@@ -67,7 +73,7 @@ def has_untold(expression: Any) -> bool:
     """Whether a name leaves out something of an expression, or of what it is made of. Kept with it."""
     known: bool | None = vars(expression).get(_UNTOLD)
     if known is None:
-        known = bool(untold(expression)) or any(map(has_untold, expression.dependencies()))
+        known = bool(untold(expression)) or any(map(has_untold, _made_of(expression)))
         vars(expression)[_UNTOLD] = known
     return known
 
@@ -81,8 +87,12 @@ def alike(found: Any, asked: Any) -> bool:
     """Whether such an expression may stand for one of its name that was just made; `asked` is None if unknown."""
     if type(asked) is not type(found) or untold(asked) != untold(found):
         return False
-    pairs = zip(found.dependencies(), asked.dependencies(), strict=True)
+    pairs = zip(_made_of(found), _made_of(asked), strict=True)
     return all(one is other or not has_untold(one) for one, other in pairs)
+
+
+def _made_of(expression: Any) -> list[Any]:
+    return [v for v in expression.operands if isinstance(v, Expr)]  # `dependencies` leaves out what was fused
 
 
 def _facts(name: str, operand: Any) -> list[Any]:

@@ -38,6 +38,8 @@ from dask_gpurt.planning import calls, meta, named
 
 #: sections of Dask's configuration that planning reads
 SECTIONS = ("dataframe", "optimization", "tokenize")
+#: groups of pandas' options that types of results depend on; in its dict, as asking for some by their names warns
+OPTIONS = ("future", "mode")
 #: files of a data set above which what is known of them is not kept
 MOST_FILES = 1_000
 #: packages whose functions and classes are not loaded a second time
@@ -404,17 +406,19 @@ def surroundings() -> tuple[Any, ...]:
         if not _is_current(function):
             _functions.pop(id(function), None)
     config = dask.config.config
-    return copy.deepcopy({name: config.get(name) for name in SECTIONS}), *_others()
+    options = {name: dict(_global_config[name]) for name in OPTIONS}
+    return copy.deepcopy({name: config.get(name) for name in SECTIONS}), options, *_others()
 
 
 def same(before: tuple[Any, ...] | None) -> bool:
     """Whether `surroundings` are as they were. Takes some 5 us, as it is asked at each lookup."""
     if before is None:
         return False
-    config, known = dask.config.config, before[0]
+    config, known, options = dask.config.config, *before[:2]
     return (
         all(config.get(name) == known[name] for name in SECTIONS)
-        and before[1:] == _others()
+        and all(_global_config[name] == options[name] for name in OPTIONS)
+        and before[2:] == _others()
         and all(map(_is_current, _used()))
     )
 
@@ -424,5 +428,4 @@ def _used() -> list[types.FunctionType]:
 
 
 def _others() -> tuple[Any, ...]:
-    # The dict of pandas' options, as asking for "future.infer_string" by its name warns.
-    return _get_global_client() is not None, _global_config["mode"]["string_storage"], using_string_dtype()
+    return _get_global_client() is not None, using_string_dtype()

@@ -7,11 +7,12 @@ import gc
 from typing import TYPE_CHECKING
 
 import dask.dataframe as dd
-import pandas as pd
 import pytest
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import pandas as pd
 
     from dask_gpurt.planning import held
 

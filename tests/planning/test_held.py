@@ -109,7 +109,7 @@ def test_other_surroundings_let_everything_go(kept: held.HeldExpressions, files:
         with dask.config.set({"dataframe.shuffle.method": "disk"}):
             theirs = plans(files)
     else:
-        with pd.option_context("mode.string_storage", "python"):
+        with pd.option_context("future.python_scalars", True):
             theirs = plans(files)
     assert kept.cleared == 1
     plans(files)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import gc
+import os
 from typing import TYPE_CHECKING, Any
 
 import dask
@@ -195,3 +196,19 @@ def test_the_token_of_what_is_not_held_is_not_taken_again(kept: held.HeldExpress
     before = len(taken)
     assert list(frame[["key"]].columns) == ["key"]
     assert len(taken) == before
+
+
+@pytest.mark.parametrize("filesystem", ["fsspec", "arrow"])
+def test_files_of_the_same_size_and_time(kept: held.HeldExpressions, tmp_path: Path, filesystem: str) -> None:
+    """The types of their columns are other ones."""
+    kept.install()
+    file = tmp_path / "part.0.parquet"
+    columns = [np.arange(5), np.arange(5.0)]
+    for _ in range(4):
+        pd.DataFrame({"a": columns[0], "b": columns[1]}).to_parquet(file)
+        os.utime(file, ns=(10**18, 10**18))
+        total = dd.read_parquet(str(tmp_path), filesystem=filesystem).a.sum().compute()
+        assert total.dtype == columns[0].dtype
+        columns.reverse()
+        gc.collect()
+    assert kept.failed is None
