@@ -10,6 +10,7 @@ before the user's. `is_changed` looks.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pandas as pd
@@ -26,7 +27,8 @@ class _Attributes(dict[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name == "_meta":
-            if name in self:  # unpickling brings one that may have been changed
+            # Unpickling brings one that may have been changed. An expression itself may set it in two steps.
+            if name in self and sys._getframe(1).f_code.co_name == "_reconstruct":
                 return
             if isinstance(value, pd.DataFrame | pd.Series | pd.Index):
                 self.parts, self.copy_ = _parts(value), value.copy(deep=False)

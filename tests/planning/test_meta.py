@@ -59,3 +59,11 @@ def test_pandas_may_arrange_an_empty_frame(kept: held.HeldExpressions, files: Pa
         del frame
     assert not kept.cleared
     assert kept.hits
+
+
+def test_an_empty_frame_that_is_computed_in_two_steps(kept: held.HeldExpressions, files: Path) -> None:
+    """Text becomes categories first, and these are forgotten then."""
+    kept.install()
+    for _ in range(2):
+        assert not dd.read_parquet(str(files)).text.astype("category").cat.known
+    assert not kept.cleared
