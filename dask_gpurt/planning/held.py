@@ -19,9 +19,13 @@ Why an answer cannot be wrong:
    (`seam.KINDS`), with plain operands, and with all that they are made of. What reads a frame in memory, futures
    or delayed objects is not held, nor is what is built on it, so no data lives longer than its owner wants.
 4. Operands that can change, such as a list of a user's, are replaced by copies. So an expression stays what its name
-   tells when a user changes the list in place.
-5. A name does not tell everything: a dict in another order gives the same one. What was made of dicts is found only
-   by the same in the same order, and what has other operands that a name tells half of is not held (`named`).
+   tells when a user changes the list in place. What calls a user's function with one is not held: the function can
+   change it, too (`calls`).
+5. A name does not tell everything: a dict in another order gives the same one. What was made of such operands is found
+   only by the same (`named`).
+6. A user can change the empty frame of a collection in place (``ddf._meta``). That of an expression is looked at before
+   it is found; when it was changed, everything is let go (`meta`). What was unpickled is not held: it comes with a name
+   and an empty frame, and nothing says that they belong together.
 
 Bounds: `limit` expressions, the least recently used go first; each keeps some empty frames of at most
 `seam.MOST_COLUMNS` columns. An exception in here lets everything go, is counted, and leaves planning to Dask from
@@ -67,7 +71,7 @@ class HeldExpressions:
         self.hits = 0
         #: expressions made anew
         self.made = 0
-        #: times that all was let go since the surroundings had changed
+        #: times that all was let go since the surroundings, or an empty frame, had changed
         self.cleared = 0
         #: why nothing is held any more; None: nothing has failed
         self.failed: str | None = None
@@ -156,6 +160,14 @@ class HeldExpressions:
                 self._hold(table, name, expression, new=True)
         except Exception as e:
             self._fail(e)
+
+    def changed(self) -> None:
+        """Somebody has changed the empty frame of an expression, and others may have theirs from it."""
+        with self._lock:
+            if self._held:
+                self.cleared += 1
+            # Not from the tables: what others keep is found as ever.
+            self._held = collections.OrderedDict()
 
     def _hold(self, table: Instances, name: str, expression: Any, *, new: bool = False) -> None:
         if self.failed is None and seam.may_hold(expression, new=new):

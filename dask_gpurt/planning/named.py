@@ -1,89 +1,151 @@
-"""What the name of an expression leaves out: `is_named` and `order_of` look at its operands, `alike` compares two.
+"""What the name of an expression leaves out: `untold` finds it in the operands, `alike` compares two expressions by it.
 
-Dask leaves out the order of a dict, which is the order of an aggregation's columns; how an array of several dimensions
-lies in memory; and where a text in an array of objects ends. What has such an array is not held. What has a dict is
-held with its order: it is found again only by an expression with its dicts in that order, made of the same expressions.
-The same goes for all that is built on it, as its name tells no more.
+Dask leaves out, among others, the order of a dict, which is the order of an aggregation's columns; the unit of a
+timestamp; how text is stored; which column of a frame has which type; the columns of files, where
+pyarrow reads them; how an array of several dimensions lies in
+memory; and where a text in an array of objects ends. So an expression with such an operand is found again only by one
+with the same operand, made of the same expressions. The same goes for all that is built on it, as its name tells no
+more.
+
+What is not known to be told by a name is compared by its pickle. An operand that is pickled differently each time, or
+not at all, costs a lookup that finds nothing.
 """
 
 from __future__ import annotations
 
+import copy
+import datetime
+import decimal
 import functools
+import pickle
+import types
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
+from dask._expr import Expr
 from dask._task_spec import Dict
 from dask.delayed import DelayedLeaf
+from dask.utils import itemgetter, methodcaller
 
 #: operands that Dask has made of a data set; known to be small whatever they are
 DATA_SET = frozenset(("_dataset_info_cache", "filesystem", "fs"))
+#: operands that Dask has made of others
+_MADE = DATA_SET.union(("_meta", "meta", "parent_meta", "storage_options"))
 #: operands whose dicts mean the same in any order, or which Dask has made
-_UNORDERED = DATA_SET.union(
-    ("_meta", "arrow_to_pandas", "chunk_kwargs", "columns", "combine_kwargs", "decimals", "dtypes"),
-    ("meta", "parent_meta", "storage_options", "value"),
+_UNORDERED = frozenset(("arrow_to_pandas", "chunk_kwargs", "columns", "combine_kwargs", "decimals", "dtypes", "value"))
+#: exact types of which a name tells all
+_ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes, decimal.Decimal))
+_DAYS = frozenset((datetime.date, datetime.time, datetime.datetime, datetime.timedelta))
+#: kinds of which it tells all; a function is known by its place
+_TOLD = (
+    *(Expr, type, types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.MethodType),
+    *(np.ufunc, methodcaller),
 )
-#: what may have a dict or an array in it, or is one; most operands are not
-_DEEP = (dict, list, tuple, np.ndarray, functools.partial, Dict, DelayedLeaf)
-#: attribute of an expression that is held: whether anything in it has an order (`has_order`)
-_ORDERED = "_gpurt_ordered"
+#: kinds of which it tells all, if it does so of what they are made of
+_PARTED = (functools.partial, Dict, DelayedLeaf, itemgetter)
+_SEQUENCES = frozenset((list, tuple, slice))
+#: attribute of an expression that is held: whether a name leaves out something of it (`has_untold`)
+_UNTOLD = "_gpurt_untold"
 
 
-def is_named(name: str, operand: Any) -> bool:
-    """Whether the name of an expression tells all of an operand but the order of dicts."""
-    return all(not isinstance(v, np.ndarray) or (v.ndim < 2 and not v.dtype.hasobject) for v in _leaves(name, operand))
-
-
-def order_of(expression: Any) -> tuple[tuple[int, tuple[Any, ...]], ...]:
-    """(place of the operand, keys in their order) of each dict of two keys or more in its own operands."""
+def untold(expression: Any) -> tuple[tuple[int, Any], ...]:
+    """(place of the operand, what a name leaves out) of an expression's own operands; to be compared."""
     names = type(expression)._parameters
-    return tuple(
-        (i, tuple(value))
-        for i, operand in enumerate(expression.operands)
-        for value in _leaves(names[i] if i < len(names) else "", operand)
-        if isinstance(value, dict) and len(value) > 1
-    )
+    out: list[tuple[int, Any]] = []
+    for i, operand in enumerate(expression.operands):
+        if type(operand) in _ATOMS or isinstance(operand, Expr):
+            continue
+        name = names[i] if i < len(names) else ""
+        if name == "_dataset_info_cache" and type(expression).__name__ == "ReadParquetPyarrowFS":
+            # It is named by sizes and times of files, which may be the same after a column was renamed.
+            schema = operand["schema"]
+            out.append((i, (schema, schema.metadata)))
+            continue
+        # The only empty frame that a user gives.
+        if name in _MADE and (name, type(expression).__name__) != ("meta", "MapPartitions"):
+            continue
+        out += ((i, fact) for fact in _facts(name, operand))
+    return tuple(out)
 
 
-def has_order(expression: Any) -> bool:
-    """Whether anything that an expression is made of has a dict whose order its name leaves out. Kept with it."""
-    known: bool | None = vars(expression).get(_ORDERED)
+def has_untold(expression: Any) -> bool:
+    """Whether a name leaves out something of an expression, or of what it is made of. Kept with it."""
+    known: bool | None = vars(expression).get(_UNTOLD)
     if known is None:
-        known = bool(order_of(expression)) or any(map(has_order, expression.dependencies()))
-        vars(expression)[_ORDERED] = known
+        known = bool(untold(expression)) or any(map(has_untold, _made_of(expression)))
+        vars(expression)[_UNTOLD] = known
     return known
 
 
-def is_ordered(expression: Any) -> bool:
-    """What `has_order` has kept. False for an expression that is not held: Dask finds it by its name, as ever."""
-    return bool(vars(expression).get(_ORDERED))
+def is_untold(expression: Any) -> bool:
+    """What `has_untold` has kept. False for an expression that is not held: Dask finds it by its name, as ever."""
+    return bool(vars(expression).get(_UNTOLD))
 
 
 def alike(found: Any, asked: Any) -> bool:
-    """Whether an ordered expression may stand for one of its name that was just made; `asked` is None if unknown."""
-    if type(asked) is not type(found) or order_of(asked) != order_of(found):
+    """Whether such an expression may stand for one of its name that was just made; `asked` is None if unknown."""
+    if type(asked) is not type(found) or untold(asked) != untold(found):
         return False
-    pairs = zip(found.dependencies(), asked.dependencies(), strict=True)
-    return all(one is other or not has_order(one) for one, other in pairs)
+    pairs = zip(_made_of(found), _made_of(asked), strict=True)
+    return all(one is other or not has_untold(one) for one, other in pairs)
 
 
-def _leaves(name: str, operand: Any) -> list[Any]:
-    """An operand and all that is in it, as far as a user has chosen it and its order may count."""
-    if not isinstance(operand, _DEEP) or name in _UNORDERED:
-        return []
+def _made_of(expression: Any) -> list[Any]:
+    return [v for v in expression.operands if isinstance(v, Expr)]  # `dependencies` leaves out what was fused
+
+
+def _facts(name: str, operand: Any) -> list[Any]:
+    """What a name leaves out of an operand and of all that is in it."""
     if name == "aggregate_kwargs":
         operand = operand.get("spec") if isinstance(operand, dict) else None
-    elif name == "kwargs" and isinstance(operand, dict):
-        operand = list(operand.values())
-    out = [operand]
-    for value in out:  # grows
-        if isinstance(value, dict):
-            out += value.values()
-        elif isinstance(value, functools.partial):
-            out += (value.func, *value.args, *value.keywords.values())
-        elif isinstance(value, Dict):
-            out.append(value.args)
-        elif isinstance(value, DelayedLeaf):
-            out.append(value._obj)
-        elif isinstance(value, list | tuple):
-            out += value
+    left = [operand]
+    ordered = name not in _UNORDERED
+    if name == "kwargs" and type(operand) is dict:
+        left = list(operand.values())  # arguments by their names
+    out: list[Any] = []
+    for value in left:  # grows
+        kind = type(value)
+        if kind in _ATOMS or isinstance(value, _TOLD) or (kind in _DAYS and getattr(value, "tzinfo", None) is None):
+            continue
+        if kind is dict:
+            left += (*value, *value.values())
+            if ordered and len(value) > 1:
+                out.append(tuple(value))
+        elif kind is slice:
+            left += (value.start, value.stop, value.step)
+        elif kind in _SEQUENCES:
+            left += value
+        elif isinstance(value, _PARTED):
+            left += _parts(value)
+        elif not _is_told(value):
+            out.append((kind, _pickled(value)))
     return out
+
+
+def _parts(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, functools.partial):
+        return value.func, *value.args, value.keywords
+    if isinstance(value, Dict):
+        return (value.args,)
+    return (value._obj,) if isinstance(value, DelayedLeaf) else (value.index,)
+
+
+def _is_told(value: Any) -> bool:
+    """Whether a name tells all of a value that is none of the plain ones."""
+    if type(value) is np.ndarray:
+        return value.ndim < 2 and value.dtype.names is None and not value.dtype.hasobject
+    if isinstance(value, set | frozenset):
+        return _ATOMS.issuperset(map(type, value))
+    if type(value) is OrderedDict:
+        return _ATOMS.issuperset(map(type, value.values()))
+    # Those of a number or a text may be written as what they derive from.
+    return isinstance(value, np.generic) and not isinstance(value, float | complex | str | bytes)
+
+
+def _pickled(value: Any) -> object:
+    try:
+        # Of a copy: a part of a larger frame and a copy of it are pickled differently.
+        return pickle.dumps(copy.deepcopy(value), protocol=5)
+    except Exception:  # whatever a part of it raises
+        return object()  # like nothing else

@@ -34,10 +34,12 @@ from pandas._config import using_string_dtype
 from pandas._config.config import _global_config
 
 from dask_gpurt.errors import SeamMismatch
-from dask_gpurt.planning import named
+from dask_gpurt.planning import calls, meta, named
 
 #: sections of Dask's configuration that planning reads
 SECTIONS = ("dataframe", "optimization", "tokenize")
+#: groups of pandas' options that types of results depend on; in its dict, as asking for some by their names warns
+OPTIONS = ("future", "mode")
 #: files of a data set above which what is known of them is not kept
 MOST_FILES = 1_000
 #: packages whose functions and classes are not loaded a second time
@@ -91,7 +93,6 @@ _PLAIN = (
     datetime.time,
     datetime.timedelta,
     enum.Enum,
-    slice,
     types.BuiltinFunctionType,
     types.MethodDescriptorType,
     np.ufunc,
@@ -107,7 +108,7 @@ _CHANGING = (
 )
 
 #: what an expression computes when it is asked for the first time, and keeps, that contains its operands
-_COMPUTED = ("args", "_args", "_kwargs", "agg_args", "aggregate_args", "by", "spec")
+_COMPUTED = ("args", "_args", "_kwargs", "agg_args", "aggregate_args", "by", "spec", "_meta")
 
 
 class Holder(Protocol):
@@ -122,6 +123,9 @@ class Holder(Protocol):
     def add(self, table: Instances, name: str, expression: Any) -> None:
         """An expression was made."""
 
+    def changed(self) -> None:
+        """Somebody has changed the empty frame of an expression."""
+
 
 class Instances(weakref.WeakValueDictionary[str, Any]):
     """The table of one class: Dask's own kind, which reports lookups to `held`."""
@@ -135,7 +139,12 @@ class Instances(weakref.WeakValueDictionary[str, Any]):
     def __contains__(self, name: Any) -> bool:
         self._gpurt_held.look()
         found = self.get(name)
-        if found is not None and named.is_ordered(found):
+        if found is not None and meta.is_changed(found):
+            # As in Dask it is found as long as somebody else keeps it.
+            found = None
+            self._gpurt_held.changed()
+            found = self.get(name)
+        if found is not None and named.is_untold(found):
             # The one that Dask has just made is a variable of the function that asks.
             found = found if named.alike(found, sys._getframe(1).f_locals.get("inst")) else None
         # Dask asks for it next. Until then another thread may let it go, so this thread keeps it.
@@ -150,7 +159,10 @@ class Instances(weakref.WeakValueDictionary[str, Any]):
 
     def __setitem__(self, name: str, expression: Any) -> None:
         super().__setitem__(name, expression)
-        self._gpurt_held.add(self, name, expression)
+        if sys._getframe(1).f_locals.get("_determ_token") is None:
+            self._gpurt_held.add(self, name, expression)
+        else:  # unpickled with a name, and with operands and an empty frame that may have been changed since
+            vars(expression)["_gpurt_may_hold"] = False
 
 
 class Tables:
@@ -270,7 +282,7 @@ def _is_as_named(expression: Any) -> bool:
 def _may_hold(expression: Any, new: bool) -> bool:
     from dask._expr import Expr
 
-    if type(expression).__name__ == "MapPartitions" and not _has_meta(expression):
+    if type(expression).__name__ == "MapPartitions" and not calls.may_hold(expression):
         return False
     names = type(expression)._parameters
     for i, operand in enumerate(expression.operands):
@@ -286,14 +298,15 @@ def _may_hold(expression: Any, new: bool) -> bool:
                 return False
             if known and expression.operand("columns") is None and not _is_small(known["base_meta"]):
                 return False
-        elif not _is_plain(operand) or not named.is_named(names[i] if i < len(names) else "", operand):
+        elif not _is_plain(operand):
             return False
     _take(expression)
+    meta.note(expression)
     if not new:
         # It may have computed these before, and they contain the operands as they were.
         for name in _COMPUTED:
             vars(expression).pop(name, None)
-    named.has_order(expression)
+    named.has_untold(expression)
     return True
 
 
@@ -322,11 +335,6 @@ def _copied(operand: Any) -> Any:
     return copy.deepcopy(operand)
 
 
-def _has_meta(expression: Any) -> bool:
-    """Whether the user said what the function gives; without, Dask would call it to find out."""
-    return isinstance(expression.operand("meta"), pd.DataFrame | pd.Series | pd.Index)
-
-
 def _is_plain(value: Any, depth: int = 0) -> bool:
     """Whether an operand is small, holds nothing of a user's, and always means the same."""
     if not isinstance(value, type) and not _is_of_a_library(type(value)):
@@ -337,6 +345,9 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
         return not isinstance(value, types.BuiltinFunctionType) or isinstance(
             value.__self__, types.ModuleType | type | None
         )
+    if isinstance(value, slice):
+        parts = (value.start, value.stop, value.step)
+        return not any(isinstance(v, _CHANGING) for v in parts) and _is_plain(parts, depth + 1)
     if isinstance(value, type):
         return _is_of_a_library(value)
     if isinstance(value, types.FunctionType):
@@ -395,17 +406,19 @@ def surroundings() -> tuple[Any, ...]:
         if not _is_current(function):
             _functions.pop(id(function), None)
     config = dask.config.config
-    return copy.deepcopy({name: config.get(name) for name in SECTIONS}), *_others()
+    options = {name: dict(_global_config[name]) for name in OPTIONS}
+    return copy.deepcopy({name: config.get(name) for name in SECTIONS}), options, *_others()
 
 
 def same(before: tuple[Any, ...] | None) -> bool:
     """Whether `surroundings` are as they were. Takes some 5 us, as it is asked at each lookup."""
     if before is None:
         return False
-    config, known = dask.config.config, before[0]
+    config, known, options = dask.config.config, *before[:2]
     return (
         all(config.get(name) == known[name] for name in SECTIONS)
-        and before[1:] == _others()
+        and all(_global_config[name] == options[name] for name in OPTIONS)
+        and before[2:] == _others()
         and all(map(_is_current, _used()))
     )
 
@@ -415,5 +428,4 @@ def _used() -> list[types.FunctionType]:
 
 
 def _others() -> tuple[Any, ...]:
-    # The dict of pandas' options, as asking for "future.infer_string" by its name warns.
-    return _get_global_client() is not None, _global_config["mode"]["string_storage"], using_string_dtype()
+    return _get_global_client() is not None, using_string_dtype()

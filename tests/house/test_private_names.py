@@ -23,7 +23,9 @@ SEAMS = (
     "extension/seam.py",
     "simulate/seam.py",
     "planning/seam.py",
-    "planning/named.py",  # operands of dask.dataframe's expressions
+    "planning/calls.py",  # operands of dask.dataframe's expressions
+    "planning/meta.py",  # what a frame of pandas is made of
+    "planning/named.py",  # operands, as above
     "bench/seam.py",  # stock's shuffle, counted; dask.dataframe's empty frames
     "tiers/engine/buffer_roots.py",  # of pandas, inspected as it goes
     "backends/cudf_values.py",  # of cuDF, in its table; tests/gpu/test_names.py compares it with the wheels

@@ -6,6 +6,7 @@ import functools
 import gc
 import importlib
 import operator
+import pickle
 import sys
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -108,7 +109,7 @@ def test_other_surroundings_let_everything_go(kept: held.HeldExpressions, files:
         with dask.config.set({"dataframe.shuffle.method": "disk"}):
             theirs = plans(files)
     else:
-        with pd.option_context("mode.string_storage", "python"):
+        with pd.option_context("future.python_scalars", True):
             theirs = plans(files)
     assert kept.cleared == 1
     plans(files)
@@ -258,6 +259,24 @@ def test_what_was_made_before_is_held(kept: held.HeldExpressions, files: Path) -
     del t
     gc.collect()
     assert expression() is not None
+
+
+def test_an_argument_that_was_changed_before_its_query_was_pickled(kept: held.HeldExpressions, files: Path) -> None:
+    """What is unpickled has the name that it had before."""
+    t = dd.read_parquet(str(files))
+    expected = t.groupby("text").agg({"key": "sum"}).compute()
+    given = {"key": "sum"}
+    query = t.groupby("text").agg(given)
+    given["key"] = "max"
+    pickled = pickle.dumps(query)
+    del query, t
+    gc.collect()
+    kept.install()
+    read = pickle.loads(pickled)
+    assert list(read.compute().columns) == ["key"]
+    del read
+    gc.collect()
+    pd.testing.assert_frame_equal(dd.read_parquet(str(files)).groupby("text").agg({"key": "sum"}).compute(), expected)
 
 
 def test_bounded(kept: held.HeldExpressions, files: Path) -> None:

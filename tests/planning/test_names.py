@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import gc
+import os
 from typing import TYPE_CHECKING, Any
 
 import dask
@@ -54,7 +56,20 @@ def in_units(frame: pd.DataFrame, quantity: Quantity) -> pd.DataFrame:
     return frame.assign(text=quantity.unit)
 
 
+def with_more(frame: pd.DataFrame) -> pd.DataFrame:
+    return frame[["key", "value"]].assign(more=1)
+
+
+def default_of(frame: pd.DataFrame, rules: Any) -> pd.DataFrame:
+    return frame.assign(value=rules.default_factory())
+
+
+def type_of(frame: pd.DataFrame, value: Any) -> pd.DataFrame:
+    return frame.assign(text=type(value).__name__)
+
+
 SUM, MAX = ("key", "sum"), ("value", "max")
+DAY, WHILE = pd.Timestamp("2020-01-01"), pd.Timedelta("1D")
 
 #: a query, and two arguments of it that have the same name to Dask
 ALIKE: dict[str, tuple[Callable[[Any, Any], Any], Any, Any]] = {
@@ -86,6 +101,29 @@ ALIKE: dict[str, tuple[Callable[[Any, Any], Any], Any, Any]] = {
         np.array(["a-b", "c"], dtype=object),
         np.array(["a", "b-c"], dtype=object),
     ),
+    "column of texts": (
+        lambda t, a: t[t.text.isin(a)],
+        pd.Series(["a-b", "c"], dtype=object),
+        pd.Series(["a", "b-c"], dtype=object),
+    ),
+    "unit of a time": (lambda t, a: t.assign(more=a), DAY.as_unit("ns"), DAY.as_unit("s")),
+    "unit of a duration": (lambda t, a: t.assign(more=a), WHILE.as_unit("ns"), WHILE.as_unit("s")),
+    "storage of text": (
+        lambda t, a: t.astype({"text": a}),
+        pd.StringDtype("python"),
+        pd.StringDtype("pyarrow"),
+    ),
+    "categories": (
+        lambda t, a: t.astype({"text": a}),
+        pd.CategoricalDtype(pd.Index(["a", "b", "c", "x-y", "z"], dtype=object)),
+        pd.CategoricalDtype(pd.Index(["a", "b", "c", "x", "y-z"], dtype=object)),
+    ),
+    "type": (lambda t, a: t.map_partitions(type_of, a, meta=t._meta), "<i8", np.dtype("int64")),
+    "default": (
+        lambda t, a: t.map_partitions(default_of, a, meta=t._meta),
+        collections.defaultdict(int, other=5),
+        collections.defaultdict(float, other=5),
+    ),
 }
 
 
@@ -105,7 +143,19 @@ def test_arguments_of_the_same_name(kept: held.HeldExpressions, files: Path, cas
         gc.collect()
 
 
-@pytest.mark.parametrize("case", ["aggregation", "named aggregation", "keyword"])
+def test_empty_frames_of_the_same_name(kept: held.HeldExpressions, files: Path) -> None:
+    """Dask takes the token of the blocks of a frame, and not which columns they are."""
+    first = pd.DataFrame({"key": [1], "value": [1.0], "more": [1]})
+    second = pd.DataFrame({"key": [1], "value": [1], "more": [1.0]})
+    kept.install()
+    t = dd.read_parquet(str(files))
+    for _ in range(2):
+        for meta in (first, second):
+            assert list(t.map_partitions(with_more, meta=meta).dtypes) == list(meta.dtypes)
+            gc.collect()
+
+
+@pytest.mark.parametrize("case", ["aggregation", "named aggregation", "unit of a time", "storage of text"])
 def test_the_same_order_is_found_again(kept: held.HeldExpressions, files: Path, case: str) -> None:
     query, first, _ = ALIKE[case]
     kept.install()
@@ -146,3 +196,19 @@ def test_the_token_of_what_is_not_held_is_not_taken_again(kept: held.HeldExpress
     before = len(taken)
     assert list(frame[["key"]].columns) == ["key"]
     assert len(taken) == before
+
+
+@pytest.mark.parametrize("filesystem", ["fsspec", "arrow"])
+def test_files_of_the_same_size_and_time(kept: held.HeldExpressions, tmp_path: Path, filesystem: str) -> None:
+    """The types of their columns are other ones."""
+    kept.install()
+    file = tmp_path / "part.0.parquet"
+    columns = [np.arange(5), np.arange(5.0)]
+    for _ in range(4):
+        pd.DataFrame({"a": columns[0], "b": columns[1]}).to_parquet(file)
+        os.utime(file, ns=(10**18, 10**18))
+        total = dd.read_parquet(str(tmp_path), filesystem=filesystem).a.sum().compute()
+        assert total.dtype == columns[0].dtype
+        columns.reverse()
+        gc.collect()
+    assert kept.failed is None

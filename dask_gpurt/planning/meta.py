@@ -1,0 +1,79 @@
+"""Whether the empty frame of an expression that is held is still the one that was computed.
+
+Dask gives out that frame itself as ``ddf._meta``, and users change it in place, to give it to `map_partitions`. In Dask
+this lasts as long as they keep the collection. With an expression that lives on it would last, too, and the next query
+would see a frame without a column that its files have.
+
+`note` puts a dict of ours in an expression, which sees the frame when it is computed: no later time is sure to be
+before the user's. `is_changed` looks.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pandas as pd
+
+
+class _Attributes(dict[str, Any]):
+    """The attributes of an expression, with what its empty frame was when it was computed."""
+
+    def __init__(self, attributes: dict[str, Any]) -> None:
+        super().__init__(attributes)
+        self.parts: tuple[Any, ...] | None = None
+        #: shares its columns with the empty frame
+        self.copy_: Any = None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name == "_meta":
+            # Unpickling brings one that may have been changed. An expression itself may set it in two steps.
+            if name in self and sys._getframe(1).f_code.co_name == "_reconstruct":
+                return
+            if isinstance(value, pd.DataFrame | pd.Series | pd.Index):
+                self.parts, self.copy_ = _parts(value), value.copy(deep=False)
+        super().__setitem__(name, value)
+
+
+def note(expression: Any) -> None:
+    """See the empty frame of an expression when it is computed."""
+    # Dask's own class takes attributes for operands.
+    object.__setattr__(expression, "__dict__", _Attributes(vars(expression)))
+
+
+def is_changed(expression: Any) -> bool:
+    """Whether the empty frame is another one than was computed. Takes some us, as it is asked at each lookup."""
+    attributes = vars(expression)
+    if type(attributes) is not _Attributes or attributes.parts is None:
+        return False
+    now = attributes["_meta"]
+    parts = _parts(now)
+    if len(parts) == len(attributes.parts) and all(a is b for a, b in zip(parts, attributes.parts, strict=True)):
+        return False
+    if not _same(now, attributes.copy_):
+        return True
+    attributes.parts = parts  # pandas has only arranged it in another way
+    return False
+
+
+def _parts(frame: Any) -> tuple[Any, ...]:
+    """Objects of which there are others once somebody has changed a frame."""
+    if isinstance(frame, pd.Index):
+        return (frame, *_names(frame))
+    manager = frame._mgr
+    axes = manager.axes
+    mine = (manager, manager.blocks, *axes, *_names(axes[0]), *_names(axes[-1]))
+    return mine if frame.ndim == 2 else (*mine, frame.name)
+
+
+def _names(axis: pd.Index) -> tuple[Any, ...]:
+    return tuple(axis.names) if isinstance(axis, pd.MultiIndex) else (axis.name,)  # `names` makes a list
+
+
+def _same(now: Any, before: Any) -> bool:
+    if isinstance(now, pd.Index):
+        return bool(now.identical(before))
+    same = all(a.identical(b) for a, b in zip(now.axes, before.axes, strict=True))
+    if now.ndim == 1:
+        return bool(same and now.dtype == before.dtype and now.name == before.name)
+    return bool(same and list(now.dtypes) == list(before.dtypes))
