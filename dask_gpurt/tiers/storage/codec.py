@@ -8,7 +8,10 @@ here:
 2. if that fails, or would copy or write too much, Dask's serialization families through
    ``distributed.protocol.serialize``: for an array that is neither C- nor F-contiguous (above all a broadcast one,
    which would be blown up), and as Arrow IPC for a slice of an Arrow table, whose pickle holds the buffers of the whole
-   table (1,300 times the bytes for 100 rows of 100,000).
+   table (1,300 times the bytes for 100 rows of 100,000); for a `memoryview`, which pickle makes bytes; for a mapped
+   file, which pickle would copy as a whole. A list, tuple or dict with such a value goes the same way.
+
+Pickle forgets that an array of a subclass (a matrix, a masked array) is read-only. That is written beside it.
 
 Other Arrow data gain nothing by IPC: pickled, their buffers are out of band too and are not copied, and pandas cuts its
 Arrow columns to size itself. IPC of a pandas frame was rejected: it changes the dtype of object columns.
@@ -18,9 +21,11 @@ Frames of both kinds start with one byte that says which. Compression is the tie
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from distributed.protocol import deserialize, serialize
 from distributed.protocol import pickle as dask_pickle
 
@@ -31,7 +36,14 @@ if TYPE_CHECKING:
     from dask_gpurt.tiers.storage.handle import Group
 
 _PICKLE = b"P"
+#: pickled, and an array that is not to be written to
+_READ_ONLY = b"R"
 _FAMILY = b"F"
+#: of a list, tuple or dict so many elements are looked at
+_ELEMENTS = 10
+#: of those that are in it, to this depth, only the first, as Dask does
+_DEPTH = 3
+_COLLECTIONS = (list, tuple, dict)
 
 
 def flat(buffer: Any) -> memoryview:
@@ -47,17 +59,14 @@ class PickleCodec:
 
     def encode(self, value: object, parts: Sequence[int] | None = None) -> list[Group]:
         """See `Codec.encode`. There is one group: task results have no parts."""
-        frames: list[Buffer]
-        if not _better_by_family(value):
-            out_of_band: list[pickle.PickleBuffer] = []
-            try:
-                head = dask_pickle.dumps(value, buffer_callback=out_of_band.append, protocol=5)
-                frames = [_PICKLE, head, *map(flat, out_of_band)]
-            except Exception:
-                # The families know types that pickle does not; what they raise is the answer.
-                frames = _by_family(value)
-        else:
-            frames = _by_family(value)
+        first, second = _by_pickle, _by_family
+        if _better_by_family(value):
+            first, second = second, first
+        try:
+            frames = first(value)
+        except Exception:
+            # The families know types that pickle does not, and the reverse; what the second raises is the answer.
+            frames = second(value)
         return [(0, frames)]
 
     def decode(self, frames: list[memoryview]) -> Any:
@@ -65,20 +74,47 @@ class PickleCodec:
         kind = bytes(frames[0])
         if kind == _PICKLE:
             return pickle.loads(frames[1], buffers=frames[2:])
+        if kind == _READ_ONLY:
+            value = pickle.loads(frames[1], buffers=frames[2:])
+            if isinstance(value, np.ndarray):  # a class of the user's may come back as something else
+                value.flags.writeable = False
+            return value
         header = pickle.loads(frames[1])
         return deserialize(header, frames[2:])
 
 
+def _by_pickle(value: object) -> list[Buffer]:
+    out_of_band: list[pickle.PickleBuffer] = []
+    head = dask_pickle.dumps(value, buffer_callback=out_of_band.append, protocol=5)
+    kind = _PICKLE
+    if isinstance(value, np.ndarray) and type(value) is not np.ndarray and not value.flags.writeable:
+        kind = _READ_ONLY
+    return [kind, head, *map(flat, out_of_band)]
+
+
 def _by_family(value: object) -> list[Buffer]:
-    header, frames = serialize(value, on_error="raise")
-    return [_FAMILY, pickle.dumps(header, 5), *map(flat, frames)]
+    header, frames = serialize(value, on_error="raise", iterate_collection=type(value) in _COLLECTIONS or None)
+    return [_FAMILY, pickle.dumps(header, 5), *map(_flat_copy, frames)]
 
 
-def _better_by_family(value: Any) -> bool:
-    module = type(value).__module__
+def _flat_copy(frame: Any) -> memoryview:
+    try:
+        return flat(frame)
+    except BufferError:  # a memoryview with steps
+        return memoryview(memoryview(frame).tobytes())
+
+
+def _better_by_family(value: Any, looked_at: int = _ELEMENTS, depth: int = _DEPTH) -> bool:
+    kind = type(value)
+    if kind in _COLLECTIONS:
+        elements = itertools.islice(value.values() if kind is dict else value, looked_at)
+        return depth > 0 and any(_better_by_family(e, 1, depth - 1) for e in elements)
+    if kind is memoryview or kind is np.memmap:
+        return True
+    module = kind.__module__
     if module == "numpy":
         flags = getattr(value, "flags", None)
         return flags is not None and not (getattr(flags, "c_contiguous", True) or getattr(flags, "f_contiguous", True))
-    if module == "pyarrow.lib" and type(value).__name__ in ("Table", "RecordBatch"):
+    if module == "pyarrow.lib" and kind.__name__ in ("Table", "RecordBatch"):
         return bool(value.get_total_buffer_size() > 1.1 * value.nbytes + 4096)
     return False

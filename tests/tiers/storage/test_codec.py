@@ -1,0 +1,99 @@
+"""What comes back from a lower tier is what Dask's own spilling would give back: its type, its flags, its size."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from distributed.protocol import deserialize_bytes, serialize_bytelist
+
+from dask_gpurt.tiers.storage.codec import PickleCodec, flat
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def written(value: object) -> list[memoryview]:
+    return [memoryview(bytearray(flat(f))) for _, group in PickleCodec().encode(value) for f in group]
+
+
+def again(value: object) -> Any:
+    return PickleCodec().decode(written(value))
+
+
+def by_stock(value: object) -> Any:
+    return deserialize_bytes(b"".join(serialize_bytelist(value, on_error="raise")))
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        memoryview(b"x" * 100_000),
+        memoryview(bytearray(80_000)).cast("d"),
+        np.arange(120).reshape(4, 30).data,
+        np.arange(120).data[::2],
+        memoryview(b""),
+    ],
+    ids=("bytes", "cast", "two-dimensional", "steps", "empty"),
+)
+@pytest.mark.parametrize("wrap", [lambda v: v, lambda v: [1, v], lambda v: {"a": (v,)}], ids=("alone", "list", "dict"))
+def test_a_memoryview_does_not_become_bytes(view: memoryview, wrap: Callable[[Any], Any]) -> None:
+    got = again(wrap(view))
+    while not isinstance(got, (memoryview, bytes)):
+        got = got[-1] if isinstance(got, (list, tuple)) else got["a"]
+    assert type(got) is memoryview
+    assert (got.format, got.shape, got.tolist()) == (view.format, view.shape, view.tolist())
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.ma.masked_array(np.arange(50), np.arange(50) % 3 == 0),
+        np.arange(50).reshape(5, 10).view(np.matrix),
+        np.zeros(50, "i4,f8").view(np.recarray),
+    ],
+    ids=lambda array: type(array).__name__,
+)
+def test_an_array_of_a_subclass_that_is_read_only_stays_so(array: np.ndarray[Any, Any]) -> None:
+    array.flags.writeable = False
+    got = again(array)
+    assert type(got) is type(array)
+    assert not got.flags.writeable
+    np.testing.assert_array_equal(got, array)
+
+
+@pytest.mark.parametrize("mode", ["r", "r+", "c"])
+@pytest.mark.parametrize("wrap", [lambda v: v, lambda v: [v]], ids=("alone", "list"))
+def test_a_mapped_file_is_an_array_as_in_stock(tmp_path: Path, mode: Any, wrap: Callable[[Any], Any]) -> None:
+    np.arange(10_000).tofile(tmp_path / "file")
+    mapped = np.memmap(tmp_path / "file", "i8", mode)
+    frames = [f for _, group in PickleCodec().encode(wrap(mapped)) for f in group]
+    assert any(np.shares_memory(np.frombuffer(flat(f), "u1"), mapped) for f in frames), "it was copied"
+    got, want = again(wrap(mapped)), by_stock(wrap(mapped))
+    if isinstance(got, list):
+        (got,), (want,) = got, want
+    assert type(got) is type(want) is np.ndarray
+    assert got.flags.writeable == want.flags.writeable == (mode != "r")
+    np.testing.assert_array_equal(got, mapped)
+
+
+@pytest.mark.parametrize("wrap", [lambda v: [v], lambda v: (0, v), lambda v: {"a": {"b": v}}], ids=("l", "t", "d"))
+def test_a_broadcast_array_in_a_collection_is_not_blown_up(wrap: Callable[[Any], Any]) -> None:
+    big = np.broadcast_to(np.ones(3), (100_000, 3))
+    assert sum(f.nbytes for f in written(wrap(big))) < 10_000
+    got = again(wrap(big))
+    assert type(got) is type(wrap(big))
+    while not isinstance(got, np.ndarray):
+        got = got["a"]["b"] if isinstance(got, dict) else got[-1]
+    assert not got.flags.writeable
+    np.testing.assert_array_equal(got, big)
+
+
+def test_a_list_that_holds_itself_is_still_written() -> None:
+    ring: list[Any] = [memoryview(b"abc")]
+    ring.append(ring)
+    got = again(ring)
+    assert got[1] is got
+    assert bytes(got[0]) == b"abc"
