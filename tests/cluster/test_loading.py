@@ -488,7 +488,7 @@ async def test_a_scheduler_without_extensions_of_dask(c, s, a, b):
 
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2, client_kwargs={"serializers": ["dask", "msgpack"]})
 async def test_a_client_without_pickle_gets_what_it_can_read(c, s, a, b):
-    """A server passes the client's serializers on to a handler only if its signature has them: also to a wrapped one."""
+    """A server hands on the serializers of a client only if the handler's signature has them: also of a wrapped one."""
     plugin = GpurtScheduler(Settings.load())
     await plugin.start(s)
     assert await c.submit(lambda i: i + 1, 1) == 2
