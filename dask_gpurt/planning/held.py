@@ -27,9 +27,9 @@ Why an answer cannot be wrong:
    it is found; when it was changed, everything is let go (`meta`). What was unpickled is not held: it comes with a name
    and an empty frame, and nothing says that they belong together.
 
-Bounds: `limit` expressions, the least recently used go first; each keeps some empty frames of at most
-`seam.MOST_COLUMNS` columns. An exception in here lets everything go, is counted, and leaves planning to Dask from
-then on.
+Bounds: `limit` expressions and `MOST_FILES` files of their data sets, the least recently used go first; each keeps some
+empty frames of at most `seam.MOST_COLUMNS` columns. An exception in here lets everything go, is counted, and leaves
+planning to Dask from then on.
 
 Rejected: a memory of whole plans by the name of the query (it finds nothing for a query that differs in its last
 step); a copy of empty frames by name, put into new expressions (an attribute of theirs would be written).
@@ -52,6 +52,9 @@ logger = logging.getLogger("distributed.client.gpurt")
 
 #: expressions that are held at most, of some 11 kB each; the 22 queries of TPC-H and the steps of their plans are 4,636
 LIMIT = 5_000
+#: files of all data sets that they know, of 1 to 2 kB each. A program that asks for a growing folder over and over has
+#: a new data set each time
+MOST_FILES = 20_000
 
 
 class HeldExpressions:
@@ -79,6 +82,9 @@ class HeldExpressions:
         self._lock = threading.RLock()
         #: id -> (table of its kind, name, expression); the least recently used first
         self._held: collections.OrderedDict[int, tuple[Instances, str, Any]] = collections.OrderedDict()
+        #: identity of a data set -> [expressions held that know it, its files], and the files of all
+        self._data_sets: dict[int, list[int]] = {}
+        self._files = 0
         self._tables: seam.Tables | None = None
         self._surroundings: Any = None
 
@@ -117,8 +123,7 @@ class HeldExpressions:
     def clear(self) -> None:
         """Let everything go. An expression that somebody else keeps is not found again either."""
         with self._lock:
-            held, self._held = self._held, collections.OrderedDict()
-            for table, name, _ in held.values():
+            for table, name, _ in self._forget().values():
                 table.pop(name, None)
 
     def figures(self) -> dict[str, int]:
@@ -166,14 +171,32 @@ class HeldExpressions:
         with self._lock:
             if self._held:
                 self.cleared += 1
-            # Not from the tables: what others keep is found as ever.
-            self._held = collections.OrderedDict()
+            self._forget()  # not from the tables: what others keep is found as ever
 
     def _hold(self, table: Instances, name: str, expression: Any, *, new: bool = False) -> None:
         if self.failed is None and seam.may_hold(expression, new=new):
             self._held[id(expression)] = table, name, expression
-            while len(self._held) > self.limit:
-                self._held.popitem(last=False)
+            self._count(expression, 1)
+            while len(self._held) > self.limit or (self._files > MOST_FILES and len(self._held) > 1):
+                self._count(self._held.popitem(last=False)[1][2], -1)
+
+    def _count(self, expression: Any, by: int) -> None:
+        """An expression is held, or is not any more: it may know a data set."""
+        known = seam.data_set(expression)
+        if known is None:
+            return
+        identity, files = known
+        entry = self._data_sets.setdefault(identity, [0, files])
+        self._files += entry[1] * ((entry[0] == 0) - (entry[0] + by == 0))
+        entry[0] += by
+        if not entry[0]:
+            del self._data_sets[identity]
+
+    def _forget(self) -> collections.OrderedDict[int, tuple[Instances, str, Any]]:
+        """What is held; then nothing is."""
+        held, self._held = self._held, collections.OrderedDict()
+        self._data_sets, self._files = {}, 0
+        return held
 
     def _fail(self, error: Exception) -> None:
         with self._lock:

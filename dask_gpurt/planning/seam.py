@@ -292,9 +292,8 @@ def _may_hold(expression: Any, new: bool) -> bool:
             if not may_hold(operand):
                 return False
         elif i < len(names) and names[i] in named.DATA_SET:
-            # The two readers know the files by different names.
             known = operand if isinstance(operand, dict) else {}
-            if max(len(known.get("fragments", ())), len(getattr(known.get("ds"), "files", ()))) > MOST_FILES:
+            if (files := data_set(expression)) is not None and files[1] > MOST_FILES:
                 return False
             if known and expression.operand("columns") is None and not _is_small(known["base_meta"]):
                 return False
@@ -384,6 +383,17 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
     if isinstance(value, np.ndarray):
         return value.size <= MOST_ITEMS and _is_plain(value.tolist(), depth + 1)
     return isinstance(value, methodcaller)
+
+
+def data_set(expression: Any) -> tuple[int, int] | None:
+    """What an expression knows of files: (identity of the data set, how many they are); None: it reads none."""
+    known = expression.operand("_dataset_info_cache") if "_dataset_info_cache" in type(expression)._parameters else None
+    if not isinstance(known, dict) or not known:
+        return None
+    # The two readers know the files by different names.
+    data, fragments = known.get("ds"), known.get("fragments")
+    files = max(len(fragments or ()), len(getattr(data, "files", ())))
+    return id(fragments if data is None else data), files
 
 
 def _is_small(frame: Any) -> bool:

@@ -279,16 +279,6 @@ def test_an_argument_that_was_changed_before_its_query_was_pickled(kept: held.He
     pd.testing.assert_frame_equal(dd.read_parquet(str(files)).groupby("text").agg({"key": "sum"}).compute(), expected)
 
 
-def test_bounded(kept: held.HeldExpressions, files: Path) -> None:
-    kept.limit = 20
-    kept.install()
-    theirs = plans(files)
-    assert kept.figures()["held"] == 20
-    assert plans(files) == theirs
-    with pytest.raises(ValueError, match="must be 1 or more"):
-        held.HeldExpressions(0)
-
-
 def test_wide_tables_are_not_held(kept: held.HeldExpressions, tmp_path: Path) -> None:
     """5,000 expressions with empty frames of 2,000 columns would be gigabytes; some columns of them are held."""
     wide = pd.DataFrame({f"c{i}": [1] for i in range(seam.MOST_COLUMNS + 1)})
