@@ -7,7 +7,7 @@ memory; and where a text in an array of objects ends. So an expression with such
 with the same operand, made of the same expressions. The same goes for all that is built on it, as its name tells no
 more.
 
-What is not known to be told by a name is compared by its pickle. An operand that is pickled differently each time, or
+What a name may leave out is compared by its pickle. An operand that is pickled differently each time, or
 not at all, costs a lookup that finds nothing.
 """
 
