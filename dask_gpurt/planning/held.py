@@ -13,7 +13,7 @@ Why an answer cannot be wrong:
 1. Two expressions of one name are the same to Dask itself: it gives out the first as long as anyone keeps it. A name
    contains paths, sizes and modification times of files that are read, so a file that was written again has another.
 2. What an expression has computed also depends on a part of Dask's configuration, on pandas' options, on whether
-   there is a client, and on the modules of users' functions (`seam.surroundings`). When one of these changes,
+   there is a client, and on the modules of users' functions (`surroundings`). When one of these changes,
    everything is let go before the next lookup.
 3. Only kinds of expressions that compute nothing by chance or by calling functions of users are held
    (`seam.KINDS`), with plain operands, and with all that they are made of. What reads a frame in memory, futures
@@ -43,7 +43,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import SeamMismatch
-from dask_gpurt.planning import seam
+from dask_gpurt.planning import seam, surroundings
 
 if TYPE_CHECKING:
     from dask_gpurt.planning.seam import Instances
@@ -135,12 +135,12 @@ class HeldExpressions:
     def look(self) -> None:
         """Before a lookup: let everything go if the surroundings are not what they were."""
         try:
-            if not seam.same(self._surroundings):
+            if not surroundings.same(self._surroundings):
                 with self._lock:
                     if self._held:
                         self.cleared += 1
                     self.clear()
-                    self._surroundings = seam.surroundings()
+                    self._surroundings = surroundings.of_now()
         except Exception as e:
             self._fail(e)
 

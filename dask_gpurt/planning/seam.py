@@ -1,7 +1,6 @@
 """The private names of Dask that holding expressions needs: the tables of its singletons, looked at before each use.
 
-`put` replaces the tables, `Tables.restore` puts them back; `may_hold` says which expressions may live on, and
-`surroundings` what their results depend on beside their names.
+`put` replaces the tables, `Tables.restore` puts them back; `may_hold` says which expressions may live on.
 
 The tables are attributes of classes. There is no object of a client's own to put them on, as the expressions of a
 process are shared by all of its clients. So this is the one place that changes classes: of the client's process, and
@@ -22,24 +21,16 @@ import weakref
 from typing import Any, Protocol
 
 import dask
-import dask.config
 import numpy as np
 import pandas as pd
 from dask._task_spec import Dict
 from dask.delayed import DelayedLeaf
 from dask.tokenize import _tokenize_deterministic
 from dask.utils import itemgetter, methodcaller
-from distributed.client import _get_global_client
-from pandas._config import using_string_dtype
-from pandas._config.config import _global_config
 
 from dask_gpurt.errors import SeamMismatch
-from dask_gpurt.planning import calls, meta, named
+from dask_gpurt.planning import calls, meta, named, surroundings
 
-#: sections of Dask's configuration that planning reads
-SECTIONS = ("dataframe", "optimization", "tokenize")
-#: groups of pandas' options that types of results depend on; in its dict, as asking for some by their names warns
-OPTIONS = ("future", "mode")
 #: files of a data set above which what is known of them is not kept
 MOST_FILES = 1_000
 #: packages whose functions and classes are not loaded a second time
@@ -207,10 +198,6 @@ def _copy(source: weakref.WeakValueDictionary[str, Any] | None, target: weakref.
             weakref.WeakValueDictionary.__setitem__(target, expression._name, expression)
 
 
-#: functions of users in what may be held, by id. A name tells where a function is, not what it does since a reload.
-#: No WeakSet: one thread cannot walk over it while another adds to it.
-_functions: weakref.WeakValueDictionary[int, types.FunctionType] = weakref.WeakValueDictionary()
-
 #: class -> our table, which is used again by the next `put`
 _kept: weakref.WeakKeyDictionary[type, Instances] = weakref.WeakKeyDictionary()
 
@@ -352,11 +339,7 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
     if isinstance(value, types.FunctionType):
         if value.__closure__ is not None or not _is_plain(value.__defaults__ or (), depth + 1):
             return False
-        if not _is_of_a_library(value):
-            if not _is_current(value):
-                return False
-            _functions[id(value)] = value
-        return True
+        return _is_of_a_library(value) or surroundings.uses(value)
     if isinstance(value, pd.DataFrame | pd.Series | pd.Index):
         return _is_small(value)
     if depth > _DEPTH:
@@ -403,39 +386,3 @@ def _is_small(frame: Any) -> bool:
 
 def _is_of_a_library(value: Any) -> bool:
     return str(value.__module__).partition(".")[0] in LIBRARIES
-
-
-def _is_current(function: types.FunctionType) -> bool:
-    """Whether a function is what its module has under its name: not a local one, and the module was not reloaded."""
-    return getattr(sys.modules.get(function.__module__), function.__qualname__, None) is function
-
-
-def surroundings() -> tuple[Any, ...]:
-    """What planning depends on beside the expressions; a copy. Functions that are no more are forgotten."""
-    for function in _used():
-        if not _is_current(function):
-            _functions.pop(id(function), None)
-    config = dask.config.config
-    options = {name: dict(_global_config[name]) for name in OPTIONS}
-    return copy.deepcopy({name: config.get(name) for name in SECTIONS}), options, *_others()
-
-
-def same(before: tuple[Any, ...] | None) -> bool:
-    """Whether `surroundings` are as they were. Takes some 5 us, as it is asked at each lookup."""
-    if before is None:
-        return False
-    config, known, options = dask.config.config, *before[:2]
-    return (
-        all(config.get(name) == known[name] for name in SECTIONS)
-        and all(_global_config[name] == options[name] for name in OPTIONS)
-        and before[2:] == _others()
-        and all(map(_is_current, _used()))
-    )
-
-
-def _used() -> list[types.FunctionType]:
-    return [function for ref in _functions.valuerefs() if (function := ref()) is not None]
-
-
-def _others() -> tuple[Any, ...]:
-    return _get_global_client() is not None, using_string_dtype()

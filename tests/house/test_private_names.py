@@ -23,6 +23,7 @@ SEAMS = (
     "extension/seam.py",
     "simulate/seam.py",
     "planning/seam.py",
+    "planning/surroundings.py",  # pandas' options, by which types of results differ
     "planning/calls.py",  # operands of dask.dataframe's expressions
     "planning/meta.py",  # what a frame of pandas is made of
     "planning/named.py",  # operands, as above
