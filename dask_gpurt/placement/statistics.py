@@ -38,6 +38,7 @@ def of(engine: Engine) -> dict[str, Any]:
             "declined": engine.groups.declined,
             "dissolved": engine.groups.dissolved,
             "at_once": engine.root_dispatch.tiny.given,
+            "at_home": engine.root_dispatch.at_home,
         },
         "microseconds": engine.budget.statistics(),
         "governor": engine.governor.statistics(),

@@ -77,12 +77,16 @@ class FakeTask:
 class FakeScheduler:
     def __init__(self, workers: list[FakeWorker]) -> None:
         self.workers = {ws.address: ws for ws in workers}
+        self.running = set(workers)
         self.tasks: dict[str, FakeTask] = {}
         self.bandwidth = 1e8
         self.transition_counter = 0
         self.queued: list[FakeTask] = []
         self.task_groups: dict[str, Any] = {}
         self.total_nthreads = sum(ws.nthreads for ws in workers)
+
+    def is_rootish(self, ts: FakeTask) -> bool:
+        return True
 
 
 def make_engine(workers: list[FakeWorker], **settings: Any) -> Engine:

@@ -310,6 +310,7 @@ SCHEDULER: tuple[Figure, ...] = (
     status("placement.roots.split", "count",
         "Times that an idle worker took half of another one's block of root tasks"),
     status("placement.roots.at_once", "count", "Root tasks that were not queued, as a queue cost more than it gained"),
+    status("placement.roots.at_home", "count", "Root tasks that ran where their large input is"),
     status("placement.microseconds.over_budget", "count", "Times that decisions were left to Dask for a while"),
     status("placement.microseconds.given_up", "count", "Decisions that took longer than their budget, left to Dask"),
     status("placement.microseconds.full_seconds", "count", "Seconds in which decisions had used up their share"),

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model.link import LinkClass
 from dask_gpurt.placement.decide.root_cuts import Member
+from dask_gpurt.placement.decide.root_home import home
 from dask_gpurt.placement.decide.root_lateness import Lateness
 from dask_gpurt.placement.decide.root_times import AHEAD_SHARE, ROUND_TRIP_SECONDS, RootTimes
 from dask_gpurt.placement.decide.tiny_roots import TinyRoots
@@ -87,6 +88,8 @@ class RootDispatch:
         self._freed: dict[WorkerInfo, None] = {}
         #: the same, noted while they may get roots ahead: roots are short, or what they have in hand is
         self._ended: dict[WorkerInfo, None] = {}
+        #: roots that went where their inputs are, as no other worker would have had these sooner
+        self.at_home = 0
         #: key of the root that was held last, and since when
         self._waiting: tuple[Any, float] = None, 0.0
         #: workers in the order in which blocks are given out; None: to be sorted anew
@@ -174,6 +177,12 @@ class RootDispatch:
             # What waits for a busy owner does not keep other workers from their own roots, though it is more urgent.
             ts = pull(ws.address, scheduler.tasks, None, node, self.may_take)
         return None if ts is None or self._crosses_again(ts, info) else ts
+
+    def home(self, ts: TaskState) -> WorkerState | None:
+        """The worker to run a root on before its inputs could be elsewhere, see `root_home`; None: there is none."""
+        ws = home(ts, self._tables)
+        self.at_home += ws is not None
+        return ws
 
     def pull_ahead(self, ws: WorkerState) -> Any:
         """The queued root task that a `hungry` worker gets beyond its slots: its own, or the head if nobody's."""

@@ -5,9 +5,9 @@
 free slots are filled, the transitions.
 
 1. ``waiting -> processing`` (table entry). A root that is given out `at_once` is not queued, `choose` names its worker.
-   One that `waits` becomes ``queued`` although workers are idle. Slots are filled in the next turn of the event loop,
-   when the whole graph has arrived. Not with ``validate=True``: distributed then asserts that nothing is queued while a
-   worker is idle, and exactly that is relaxed here for one turn.
+   Nor is one that has a `home`. One that `waits` becomes ``queued`` although workers are idle. Slots are filled in the
+   next turn of the event loop, when the whole graph has arrived. Not with ``validate=True``: distributed then asserts
+   that nothing is queued while a worker is idle, and exactly that is relaxed here for one turn.
 2. ``stimulus_queue_slots_maybe_opened``. A worker with a free slot is offered the task that `pull` names, through
    stock's own transition. What is left goes as in stock: the head of the queue to the least busy worker, unless that
    head is `held`. With ``validate=True`` stock's own method does the latter, as it asserts that a free slot is used.
@@ -62,6 +62,7 @@ class RootQueue:
         self._at_once, self._choose = dispatch.tiny.at_once, dispatch.tiny.worker
         self._waits, self._pull, self._pending = groups.waits, engine.pull, groups.__len__
         self._worth, self._held, self._stock = engine.worth, engine.held, engine.leaves_roots
+        self._home = dispatch.home
         self._quiet, self._hungry = dispatch.quiet, dispatch.hungry
         self._first, self._takers = dispatch.first, dispatch.takers
         #: the task that becomes ready now
@@ -99,15 +100,15 @@ class RootQueue:
         ts = state.tasks.get(key)
         if self.part.retired is None and not state.validate:
             try:
-                at_once = self._at_once(ts)
+                at_once, home = self._at_once(ts), self._home(ts)
                 if (
-                    (at_once or (self._waits(ts) and state.idle_task_count))
+                    (at_once or home or (self._waits(ts) and state.idle_task_count))
                     and ts._queueable
                     and not math.isinf(state.WORKER_SATURATION)
                     and state.is_rootish(ts)
                     and not self._stock()
                 ):
-                    if at_once and (ws := self._choose(ts)) is not None:
+                    if (ws := home or (self._choose(ts) if at_once else None)) is not None:
                         self._chosen.append(ws)
                     elif not at_once and self._deal_soon():
                         return {key: "queued"}, {}, {}
@@ -191,8 +192,8 @@ class RootQueue:
         return None if at_work else self._stock_decide()
 
     def _send(self, ts: TaskState, ws: WorkerState, stimulus_id: str) -> bool:
-        """Send a queued task to a worker; False when it did not go."""
-        self._chosen.append(ws)
+        """Send a queued task to a worker, or to its `home`; False when it did not go."""
+        self._chosen.append(self._ask(self._home, None, ts) or ws)
         try:
             self.scheduler.transitions({ts.key: "processing"}, stimulus_id)
         finally:

@@ -1,0 +1,83 @@
+"""`home`: the worker of a root that is done there before other workers could have its input.
+
+Dask takes for a root each task of a large group that reads few results: the chunks of a file, but also 512 slices of
+four large frames. Its queue gives a slice of two milliseconds to any worker with a free slot, and half a gigabyte is
+sent for it, to all workers at once over the link of one. So a root is not queued, and runs where all that it reads is,
+while this holds:
+
+1. That worker is done with what it has in hand, and with all that waits for the largest input, in a quarter (`SHARE`)
+   of the time in which the workers that would take part had it all. A quarter, as both are estimates.
+2. The results that the worker is about to make take no more memory than the copy of the input would elsewhere, or than
+   roots sent ahead may.
+
+A map over one model takes longer than that. It is queued, as in stock.
+
+Measured in the simulator: a task shuffle, a groupby and a join on 64 workers took 40 s and sent 133 GB without this
+rule (stock 40 s and 108 GB; with ``worker-saturation: inf`` 15 s and 43 GB).
+
+Rejected: a root at a time, as long as it is done before the input could be elsewhere. On four workers a map over one
+model took 1.5 times as long, as all of it went to the worker that had the model while three copies were on their way.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dask_gpurt.model.link import LinkClass
+from dask_gpurt.placement.decide.root_times import AHEAD_SHARE, ROUND_TRIP_SECONDS
+from dask_gpurt.placement.tables import worker_facts
+
+if TYPE_CHECKING:
+    from distributed.scheduler import TaskState, WorkerState
+
+    from dask_gpurt.placement.tables.tables import Tables
+
+SHARE = 0.25
+#: an input with more copies is near to many workers, and a root with more inputs is not looked at
+MOST_HOLDERS, MOST_INPUTS = 8, 8
+#: in bytes; less is on its way for no longer than messages are, over any link
+LEAST_BYTES = 1 << 20
+
+
+def home(ts: TaskState, tables: Tables) -> WorkerState | None:
+    """The worker to run a ready TaskState on at once, should Dask take it for a root; None: queue it."""
+    inputs = ts.dependencies
+    if not inputs or len(inputs) > MOST_INPUTS:
+        return None
+    # Most tasks end here.
+    largest, nbytes = None, LEAST_BYTES
+    for d in inputs:
+        if d.nbytes > nbytes:
+            largest, nbytes = d, d.nbytes
+    if largest is None:
+        return None
+    holders, waiting = largest.who_has, len(largest.waiters or ())
+    if not holders or len(holders) > MOST_HOLDERS:
+        return None
+    scheduler = tables.scheduler
+    others = min(waiting, len(scheduler.running) - len(holders))
+    if others <= 0 or not scheduler.is_rootish(ts):
+        return None
+    kind = tables.durations.known(ts)
+    if kind is None or kind.seconds is None:
+        return None
+    link = tables.links.link(LinkClass.NETWORK if len(tables.workers.nodes) > 1 else LinkClass.HOST)
+    sent = link.seconds(nbytes, 1)
+    if sent < ROUND_TRIP_SECONDS:
+        return None
+    soonest, best = SHARE * others * sent, None
+    for ws in holders:
+        info = tables.workers.by_address.get(ws.address)
+        if info is None or info.ws is not ws or not worker_facts.is_running(ws):
+            continue
+        # Of brief tasks only some are charged, see `durations`. Not Dask's occupancy: it adds the time of fetches, in
+        # which the threads are free.
+        more = max(0, len(ws.processing) - info.tasks)
+        room = max(float(nbytes), AHEAD_SHARE * info.mark_bytes)
+        if info.reserved_bytes + (1 + more) * kind.output_bytes > room:
+            continue
+        seconds = info.backlog_seconds + (more + waiting / len(holders)) * kind.seconds
+        done = info.slowness * seconds / ws.nthreads
+        if done < soonest and all(ws in (d.who_has or ()) for d in inputs):
+            soonest, best = done, ws
+    return best
