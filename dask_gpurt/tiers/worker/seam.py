@@ -203,8 +203,10 @@ class WorkerSeam:
             self.losses.give_up(key)
         for key in await spill_buffer.give_back(self.store, self.original, self._engine):
             self.losses.give_up(key)
-        self._worker.memory_manager.data = self.original
-        self._worker.state.data = self.original
+        # What a user's plugin has put over the store stays: it has values, or reads through the store, which passes on.
+        for owner in (self._worker.memory_manager, self._worker.state):
+            if owner.data is self.store:
+                owner.data = self.original
         self._unwrap()
 
     def abandon(self) -> None:

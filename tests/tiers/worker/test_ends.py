@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from collections import ChainMap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from distributed import Scheduler, Worker
+    from distributed import Client, Scheduler, Worker
 
     from tests.tiers.conftest import Rig
 
@@ -55,6 +56,28 @@ async def test_a_worker_that_was_detached_keeps_no_memory_for_later(s: Scheduler
         assert a.data["x"].sum() == 0
         del a.data["x"]
         assert pages.idle_bytes == 0
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("wraps", [False, True], ids=["a mapping with the values", "a mapping around the store"])
+def test_a_mapping_that_a_user_has_put_over_the_store_stays(wraps: bool) -> None:
+    """The spill buffer from before came in its place, and what it held was gone while the scheduler counted on it."""
+
+    @gen_cluster(client=True, nthreads=[("", 1)], worker_kwargs={"memory_limit": "1 GB"})
+    async def test(c: Client, s: Scheduler, a: Worker) -> None:
+        runtime = await TierRuntime.install(a, Settings.load().tiers)
+        x = c.submit(np.arange, 10)
+        await x
+        theirs: Any = ChainMap({}, a.data) if wraps else dict(a.data)
+        a.memory_manager.data = a.state.data = theirs
+        y = c.submit(np.add, x, 1)
+        await y
+        await runtime.uninstall()
+        assert a.data is a.state.data is theirs
+        assert await c.submit(np.sum, c.submit(np.add, x, y)) == 100
+        assert {x.key, y.key} <= set(a.data)
+
+    test()
 
 
 class SetToRunning(WorkerPlugin):
