@@ -23,9 +23,9 @@ Why an answer cannot be wrong:
    change it, too (`calls`).
 5. A name does not tell everything: a dict in another order gives the same one. What was made of such operands is found
    only by the same (`named`).
-6. A user can change the empty frame of a collection in place (``ddf._meta``). That of an expression is looked at before
-   it is found; when it was changed, everything is let go (`meta`). What was unpickled is not held: it comes with a name
-   and an empty frame, and nothing says that they belong together.
+6. A user can change the empty frame of a collection in place (``ddf._meta``), its attributes and flags, too. That of an
+   expression is looked at before it is found; when it was changed, everything is let go (`meta`). What was unpickled is
+   not held: it comes with a name and an empty frame, and nothing says that they belong together.
 
 Bounds: `limit` expressions and `MOST_FILES` files of their data sets, the least recently used go first; each keeps some
 empty frames of at most `seam.MOST_COLUMNS` columns. An exception in here lets everything go, is counted, and leaves

@@ -15,6 +15,11 @@ from typing import Any
 
 import pandas as pd
 
+from dask_gpurt.planning.named import pickled
+
+#: `labels` of an ordinary frame
+NO_LABELS = True, None
+
 
 class _Attributes(dict[str, Any]):
     """The attributes of an expression, with what its empty frame was when it was computed."""
@@ -22,6 +27,8 @@ class _Attributes(dict[str, Any]):
     def __init__(self, attributes: dict[str, Any]) -> None:
         super().__init__(attributes)
         self.parts: tuple[Any, ...] | None = None
+        #: see `labels`
+        self.labels: tuple[Any, ...] = ()
         #: shares its columns with the empty frame
         self.copy_: Any = None
 
@@ -31,7 +38,7 @@ class _Attributes(dict[str, Any]):
             if name in self and sys._getframe(1).f_code.co_name == "_reconstruct":
                 return
             if isinstance(value, pd.DataFrame | pd.Series | pd.Index):
-                self.parts, self.copy_ = _parts(value), value.copy(deep=False)
+                self.parts, self.labels, self.copy_ = _parts(value), labels(value), value.copy(deep=False)
         super().__setitem__(name, value)
 
 
@@ -47,6 +54,8 @@ def is_changed(expression: Any) -> bool:
     if type(attributes) is not _Attributes or attributes.parts is None:
         return False
     now = attributes["_meta"]
+    if labels(now) != attributes.labels:
+        return True
     parts = _parts(now)
     if len(parts) == len(attributes.parts) and all(a is b for a, b in zip(parts, attributes.parts, strict=True)):
         return False
@@ -64,6 +73,13 @@ def _parts(frame: Any) -> tuple[Any, ...]:
     axes = manager.axes
     mine = (manager, manager.blocks, *axes, *_names(axes[0]), *_names(axes[-1]))
     return mine if frame.ndim == 2 else (*mine, frame.name)
+
+
+def labels(frame: Any) -> tuple[Any, ...]:
+    """What a frame has beside its columns, by value: users change its dict of attributes in place."""
+    if isinstance(frame, pd.Index):
+        return ()
+    return frame.flags.allows_duplicate_labels, pickled(frame.attrs) if frame.attrs else None
 
 
 def _names(axis: pd.Index) -> tuple[Any, ...]:

@@ -119,7 +119,7 @@ def _facts(name: str, operand: Any) -> list[Any]:
         elif isinstance(value, _PARTED):
             left += _parts(value)
         elif not _is_told(value):
-            out.append((kind, _pickled(value)))
+            out.append((kind, pickled(value)))
     return out
 
 
@@ -143,7 +143,8 @@ def _is_told(value: Any) -> bool:
     return isinstance(value, np.generic) and not isinstance(value, float | complex | str | bytes)
 
 
-def _pickled(value: Any) -> object:
+def pickled(value: Any) -> object:
+    """The pickle of a value, to be compared."""
     try:
         # Of a copy: a part of a larger frame and a copy of it are pickled differently.
         return pickle.dumps(copy.deepcopy(value), protocol=5)

@@ -284,6 +284,8 @@ def _may_hold(expression: Any, new: bool) -> bool:
                 return False
             if known and expression.operand("columns") is None and not _is_small(known["base_meta"]):
                 return False
+            if known and not new and meta.labels(known["base_meta"]) != meta.NO_LABELS:
+                return False  # they may be a user's, of which the name tells nothing
         elif not _is_plain(operand):
             return False
     _take(expression)

@@ -22,6 +22,8 @@ CHANGED_META: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "names": (lambda t: t[["key", "text"]], lambda m: setattr(m, "columns", ["KEY", "TEXT"])),
     "type": (lambda t: t.assign(one=1), lambda m: m.__setitem__("one", m["one"].astype(float))),
     "name": (lambda t: t[["key"]], lambda m: setattr(m.columns, "name", "names")),
+    "attribute": (lambda t: t, lambda m: m.attrs.__setitem__("of", "a user")),
+    "flag": (lambda t: t, lambda m: setattr(m.flags, "allows_duplicate_labels", False)),
 }
 
 
@@ -46,8 +48,20 @@ def test_an_empty_frame_that_a_user_changes_in_place(
     gc.collect()
     second = query(dd.read_parquet(str(files)))
     pd.testing.assert_frame_equal(second._meta, expected[:0], check_index_type=False)
+    assert not second._meta.attrs
     pd.testing.assert_frame_equal(second.compute(), expected)
     assert kept.failed is None
+
+
+def test_attributes_of_files_are_found_again(kept: held.HeldExpressions, tmp_path: Path) -> None:
+    frame = pd.DataFrame({"key": [1]})
+    frame.attrs["of"] = ["the file"]
+    frame.to_parquet(tmp_path / "part.0.parquet")
+    kept.install()
+    for _ in range(2):
+        assert dd.read_parquet(str(tmp_path), filesystem="arrow")._meta.attrs == frame.attrs
+    assert not kept.cleared
+    assert kept.hits
 
 
 def test_pandas_may_arrange_an_empty_frame(kept: held.HeldExpressions, files: Path) -> None:

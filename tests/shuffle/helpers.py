@@ -153,6 +153,7 @@ def source(make: Any, n: int = 6) -> dd.DataFrame:
 
 def same(a, b) -> None:
     (pd.testing.assert_frame_equal if isinstance(a, pd.DataFrame) else pd.testing.assert_series_equal)(a, b)
+    assert a.attrs == b.attrs
 
 
 def left(i: int) -> pd.DataFrame:

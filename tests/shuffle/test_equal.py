@@ -83,6 +83,11 @@ def test_merge(how):
     check()
 
 
+def noted(frame: pd.DataFrame) -> pd.DataFrame:
+    frame.attrs["of"] = "a user"
+    return frame
+
+
 MULTI = pd.MultiIndex.from_arrays([range(80), ["x", "y"] * 40])
 FRAMES = {
     "named index": lambda i: left(i).set_index(pd.Index(np.arange(80) * 1.5, name="idx")),
@@ -99,6 +104,8 @@ FRAMES = {
     "names of ours": lambda i: left(i).rename(columns={"a": "_worker_", "s": "__index_level_0__x"}),
     "columns in another order": lambda i: left(i)[["k", "a", "s"] if i % 2 == 0 else ["s", "k", "a"]],
     "int or float": lambda i: left(i).assign(a=np.arange(80, dtype="i8" if i % 2 else "f8")),
+    "attributes": lambda i: noted(left(i)),
+    "attributes beside a column that is not plain": lambda i: noted(left(i).astype({"s": "category"})),
     "decimals of two widths": lambda i: left(i).assign(a=[decimal.Decimal("1.5" if i % 2 else "10.25")] * 80),
 }
 

@@ -141,7 +141,7 @@ def plan(data: pd.DataFrame, drop: str | None, schemas: MutableMapping[Any, pa.S
     import pyarrow as pa
 
     names, index = data.columns, data.index
-    if not names.is_unique or data.attrs or isinstance(index, pd.MultiIndex) or not is_plain(index.dtype):
+    if not names.is_unique or isinstance(index, pd.MultiIndex) or not is_plain(index.dtype):
         return None
     dtypes = data.dtypes.array
     if not all(type(name) is str for name in names) or not all(is_plain(t) or is_text(t) for t in dtypes):

@@ -243,6 +243,9 @@ def split(
     rows = locate(data, column, layout, keep)
     if not len(rows.order):
         return
+    if data.attrs:  # no output has them: Dask's merge drops them
+        data = data.copy(deep=False)
+        data.attrs = {}
     plain = gather.plan(data, column if drop_column else None, layout.schemas)
     if plain is None:
         to_arrow, _ = seam.shuffle_tables()

@@ -227,9 +227,6 @@ def test_what_is_not_plain_takes_the_general_way():
         pd.concat([df["k"], df["k"]], axis=1),
     ):
         assert gather.plan(other, None, {}) is None
-    noted = df[["k"]].copy()
-    noted.attrs["unit"] = "m"
-    assert gather.plan(noted, None, {}) is None
 
 
 def test_frames_can_be_written_to_and_are_consolidated():
