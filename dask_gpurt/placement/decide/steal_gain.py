@@ -7,7 +7,9 @@ one, each with a partition.
 
 So let *r* be the longest task that the worker has besides. Until r is done, only what does not need r can be
 done sooner elsewhere: the task and what follows from it, up to the first tasks that follow from r too. Their
-seconds are the bound. A task whose inputs take longer to send than that is not worth sending.
+seconds are the bound. A task whose inputs take longer to send than that is not worth sending. Others that wait for
+the same inputs may follow it for nothing, so `StealPolicy` adds half of them. (Without, 144 slices of three large
+frames stayed on three workers of 16: 29.5 s simulated, 17.4 s with stock, 12.9 s now.)
 
 Nothing is concluded where any of these durations is unknown, or where more than `LOOKED` tasks follow. Then so much may
 depend on the task that it must not wait.

@@ -184,7 +184,7 @@ class StealPolicy:
         sending = sent_bytes / bandwidth
         if sending > task.compute_seconds * slowness:
             gain = self._gain.seconds(ts, home.ws)
-            if gain is not None and sending > gain * slowness:
+            if gain is not None and sending > (gain + _may_follow(ts, best.ws) * task.compute_seconds) * slowness:
                 self.opinions["gain"] += 1
                 return None
         self.opinions["allowed"] += 1
@@ -234,3 +234,9 @@ class StealPolicy:
                 if len(free) >= THIEVES:
                     break
         return free
+
+
+def _may_follow(ts: TaskState, ws: WorkerState) -> int:
+    """How many more tasks may go to a worker once the inputs of this one are there: half of the others that wait."""
+    missing = [d for d in ts.dependencies if ws not in (d.who_has or ())]
+    return max(0, min((len(d.waiters or ()) for d in missing), default=0) - 1) // 2

@@ -116,3 +116,22 @@ def test_work_of_unknown_duration_on_the_worker_is_no_bound() -> None:
     end = End()
     assign(end.engine, FakeTask("unknown"), end.busy)
     assert end.thief(end.columns[0][0]) is end.idle
+
+
+@pytest.mark.parametrize(("slices", "goes"), [(40, True), (2, False)])
+def test_one_of_many_slices_takes_their_frame_along(slices: int, goes: bool) -> None:
+    """The frame takes a second to send and a slice half of one, but half of all slices may follow."""
+    busy, idle = FakeWorker(1), FakeWorker(2)
+    engine = make_engine([busy, idle])
+    frame = FakeTask("frame", nbytes=PARTITION, on=(busy,))
+    tasks = [FakeTask(f"slice-{i}", frame) for i in range(slices)]
+    FakeTask("join", *tasks)
+    learn(engine, "slice", 0.5, 1000)
+    for prefix, seconds in (("other", 3.0), ("join", 0.001)):
+        learn(engine, prefix, seconds, 1000)
+    assign(engine, FakeTask("other-0"), busy)
+    for task in tasks:
+        assign(engine, task, busy)
+    thief: Any = engine.thief(tasks[-1], {idle}, {}, None)  # type: ignore[arg-type]
+    assert (thief is idle) is goes
+    assert engine.steal_policy.opinions["gain"] == (not goes)
