@@ -22,6 +22,7 @@ class FakeWorker:
         self.nbytes = 0
         self.processing: set[Any] = set()
         self.long_running: set[Any] = set()
+        self.executing: dict[Any, float] = {}
         self.needs_what: dict[Any, int] = {}
         self._network_occ = 0
 

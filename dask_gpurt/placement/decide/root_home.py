@@ -6,7 +6,8 @@ sent for it, to all workers at once over the link of one. So a root is not queue
 while this holds:
 
 1. That worker is done with what it has in hand, and with all that waits for the largest input, in a quarter (`SHARE`)
-   of the time in which the workers that would take part had it all. A quarter, as both are estimates.
+   of the time in which the workers that would take part had it all. A quarter, as both are estimates. It is known how
+   long each task in hand takes, and none has run for longer than one transfer: the root could wait behind it for ever.
 2. The results that the worker is about to make take no more memory than the copy of the input would elsewhere, or than
    roots sent ahead may.
 
@@ -37,6 +38,8 @@ SHARE = 0.25
 MOST_HOLDERS, MOST_INPUTS = 8, 8
 #: in bytes; less is on its way for no longer than messages are, over any link
 LEAST_BYTES = 1 << 20
+#: tasks of a worker, at most; with more it gets no roots beyond its slots
+LOOKED = 256
 
 
 def home(ts: TaskState, tables: Tables) -> WorkerState | None:
@@ -70,14 +73,29 @@ def home(ts: TaskState, tables: Tables) -> WorkerState | None:
         info = tables.workers.by_address.get(ws.address)
         if info is None or info.ws is not ws or not worker_facts.is_running(ws):
             continue
-        # Of brief tasks only some are charged, see `durations`. Not Dask's occupancy: it adds the time of fetches, in
-        # which the threads are free.
-        more = max(0, len(ws.processing) - info.tasks)
-        room = max(float(nbytes), AHEAD_SHARE * info.mark_bytes)
-        if info.reserved_bytes + (1 + more) * kind.output_bytes > room:
+        # Of brief tasks only some are charged, see `durations`.
+        made = info.reserved_bytes + (1 + max(0, len(ws.processing) - info.tasks)) * kind.output_bytes
+        if made > max(float(nbytes), AHEAD_SHARE * info.mark_bytes) or any(ws not in (d.who_has or ()) for d in inputs):
             continue
-        seconds = info.backlog_seconds + (more + waiting / len(holders)) * kind.seconds
-        done = info.slowness * seconds / ws.nthreads
-        if done < soonest and all(ws in (d.who_has or ()) for d in inputs):
+        each = info.slowness / ws.nthreads
+        done = each * kind.seconds * waiting / len(holders)
+        if done >= soonest or (in_hand := _seconds_in_hand(ws, tables, sent)) is None:
+            continue
+        done += each * in_hand
+        if done < soonest:
             soonest, best = done, ws
     return best
+
+
+def _seconds_in_hand(ws: WorkerState, tables: Tables, most: float) -> float | None:
+    """What a worker's tasks take; None: not known, or one runs for longer than `most`. Roots would wait behind it."""
+    if len(ws.processing) > LOOKED or any(s > most and ts in ws.processing for ts, s in ws.executing.items()):
+        return None
+    seconds_of, total = tables.durations.seconds_of, 0.0
+    for ts in ws.processing:
+        if ts not in ws.long_running:
+            seconds = seconds_of(ts)
+            if seconds is None:
+                return None
+            total += seconds
+    return total

@@ -45,6 +45,16 @@ def test_slices_of_a_large_frame_stay() -> None:
     assert s.home() is s.workers[0]
 
 
+def test_behind_others_and_a_task_that_has_seceded() -> None:
+    s = Script()
+    for task in s.slices[1:20]:
+        assign(s.engine, task, s.workers[0])
+    seceded = FakeTask("unheard-of")
+    assign(s.engine, seceded, s.workers[0])
+    s.workers[0].long_running.add(seceded)
+    assert s.home() is s.workers[0]
+
+
 def test_the_sooner_of_two_holders() -> None:
     s = Script()
     s.frame.who_has.add(s.workers[1])  # type: ignore[union-attr]
@@ -60,6 +70,20 @@ def _many_hold_it(s: Script) -> None:
 def _is_busy(s: Script) -> None:
     learn(s.engine, "other", 10.0)
     assign(s.engine, FakeTask("other-1"), s.workers[0])
+
+
+def _is_stuck(s: Script) -> None:
+    assign(s.engine, s.slices[1], s.workers[0])
+    s.workers[0].executing = {s.slices[1]: 60.0}
+
+
+def _has_something_unknown(s: Script) -> None:
+    assign(s.engine, FakeTask("unheard-of"), s.workers[0])
+
+
+def _has_much_in_hand(s: Script) -> None:
+    for i in range(300):
+        assign(s.engine, FakeTask(f"slice-{SLICES + i}"), s.workers[0])
 
 
 def _is_paused(s: Script) -> None:
@@ -82,12 +106,15 @@ def _one_is_elsewhere(s: Script) -> None:
         lambda s: setattr(s.engine.scheduler, "running", {s.workers[0]}),
         _many_hold_it,
         _is_busy,
+        _is_stuck,
+        _has_something_unknown,
+        _has_much_in_hand,
         _is_paused,
         _one_is_elsewhere,
     ],
     ids=[
         *("unknown", "long", "large results", "fast link", "small", "not a root", "one worker"),
-        *("many hold it", "busy", "paused", "an input is elsewhere"),
+        *("many hold it", "busy", "stuck", "unknown work", "many tasks", "paused", "an input is elsewhere"),
     ],
 )
 def test_else_dask_queues_them(change: Callable[[Script], object]) -> None:
