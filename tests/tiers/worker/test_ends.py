@@ -63,7 +63,7 @@ async def test_a_worker_that_was_detached_keeps_no_memory_for_later(s: Scheduler
 def test_a_mapping_that_a_user_has_put_over_the_store_stays(wraps: bool) -> None:
     """The spill buffer from before came in its place, and what it held was gone while the scheduler counted on it."""
 
-    @gen_cluster(client=True, nthreads=[("", 1)], worker_kwargs={"memory_limit": "1 GB"})
+    @gen_cluster(client=True, nthreads=[("", 1)], worker_kwargs={"memory_limit": "64 GB"})
     async def test(c: Client, s: Scheduler, a: Worker) -> None:
         runtime = await TierRuntime.install(a, Settings.load().tiers)
         x = c.submit(np.arange, 10)
