@@ -13,8 +13,8 @@ while this holds:
 
 A map over one model takes longer than that. It is queued, as in stock.
 
-Measured in the simulator: a task shuffle, a groupby and a join on 64 workers took 37 to 40 s without this rule, and 14 s
-with it (stock 40 s; with ``worker-saturation: inf`` 15 s).
+Measured in the simulator: a task shuffle, a groupby and a join on 64 workers took 37 to 40 s without this rule, and
+14 s with it (stock 40 s; with ``worker-saturation: inf`` 15 s).
 
 Rejected: a root at a time, as long as it is done before the input could be elsewhere. On four workers a map over one
 model took 1.5 times as long, as all of it went to the worker that had the model while three copies were on their way.
