@@ -1,14 +1,13 @@
 """What the name of an expression leaves out: `untold` finds it in the operands, `alike` compares two expressions by it.
 
 Dask leaves out, among others, the order of a dict, which is the order of an aggregation's columns; the unit of a
-timestamp; how text is stored; which column of a frame has which type; the columns of files, where
-pyarrow reads them; how an array of several dimensions lies in
-memory; and where a text in an array of objects ends. So an expression with such an operand is found again only by one
-with the same operand, made of the same expressions. The same goes for all that is built on it, as its name tells no
-more.
+timestamp; how text is stored; which column of a frame has which type; the columns of files, where pyarrow reads them;
+how an array of several dimensions lies in memory; and where a text in an array of objects ends. So an expression with
+such an operand is found again only by one with the same operand, made of the same expressions. The same goes for all
+that is built on it, as its name tells no more.
 
-What a name may leave out is compared by its pickle. An operand that is pickled differently each time, or
-not at all, costs a lookup that finds nothing.
+What a name may leave out is compared by its pickle. An operand that is pickled differently each time, or not at all,
+costs a lookup that finds nothing.
 """
 
 from __future__ import annotations

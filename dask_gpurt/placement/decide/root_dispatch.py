@@ -88,7 +88,7 @@ class RootDispatch:
         self._freed: dict[WorkerInfo, None] = {}
         #: the same, noted while they may get roots ahead: roots are short, or what they have in hand is
         self._ended: dict[WorkerInfo, None] = {}
-        #: roots that went where their inputs are, as no other worker would have had these sooner
+        #: roots that were sent to their `home`
         self.at_home = 0
         #: key of the root that was held last, and since when
         self._waiting: tuple[Any, float] = None, 0.0
@@ -180,9 +180,7 @@ class RootDispatch:
 
     def home(self, ts: TaskState) -> WorkerState | None:
         """The worker to run a root on before its inputs could be elsewhere, see `root_home`; None: there is none."""
-        ws = home(ts, self._tables)
-        self.at_home += ws is not None
-        return ws
+        return home(ts, self._tables)
 
     def pull_ahead(self, ws: WorkerState) -> Any:
         """The queued root task that a `hungry` worker gets beyond its slots: its own, or the head if nobody's."""
@@ -268,10 +266,7 @@ class RootDispatch:
     def _cheap(self) -> bool:
         """Whether sending the result of a root takes much less time than waiting until its owner is free."""
         seconds, nbytes = self._owned.found_seconds(), self._owned.nbytes
-        tables = self._tables
-        nodes = len(tables.workers.nodes)
-        link = tables.links.link(LinkClass.NETWORK if nodes > 1 else LinkClass.HOST)
-        return link.seconds(nbytes, 1) < CHEAP * seconds
+        return self._tables.usual_link().seconds(nbytes, 1) < CHEAP * seconds
 
     def _at_work(self, info: WorkerInfo) -> bool:
         """Whether a worker will soon finish a task, upon which slots are given out again."""

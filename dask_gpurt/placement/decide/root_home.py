@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dask_gpurt.model.link import LinkClass
 from dask_gpurt.placement.decide.root_times import AHEAD_SHARE, ROUND_TRIP_SECONDS
 from dask_gpurt.placement.tables import worker_facts
 
@@ -64,8 +63,7 @@ def home(ts: TaskState, tables: Tables) -> WorkerState | None:
     kind = tables.durations.known(ts)
     if kind is None or kind.seconds is None:
         return None
-    link = tables.links.link(LinkClass.NETWORK if len(tables.workers.nodes) > 1 else LinkClass.HOST)
-    sent = link.seconds(nbytes, 1)
+    sent = tables.usual_link().seconds(nbytes, 1)
     if sent < ROUND_TRIP_SECONDS:
         return None
     soonest, best = SHARE * others * sent, None

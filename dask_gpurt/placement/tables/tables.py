@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from dask_gpurt.model.link import LinkClass
 from dask_gpurt.model.views import TaskView
 from dask_gpurt.placement.tables.backlog import Backlog
 from dask_gpurt.placement.tables.cluster_speed import ClusterSpeed
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from distributed.scheduler import Scheduler, TaskState
 
+    from dask_gpurt.model.link import Link
     from dask_gpurt.placement.tables.backlog import Charge
     from dask_gpurt.placement.tables.durations import Prefix
     from dask_gpurt.placement.tables.workers import WorkerInfo
@@ -53,6 +55,10 @@ class Tables:
         self.speeds = ClusterSpeed(self.workers, clock)
         self.slack = Slack(scheduler, self.workers, self.durations)
         self.budget = Budget()
+
+    def usual_link(self) -> Link:
+        """The path between two workers: between nodes, where there are several."""
+        return self.links.link(LinkClass.NETWORK if len(self.workers.nodes) > 1 else LinkClass.HOST)
 
     def charge(self, ts: TaskState, kind: Prefix, info: WorkerInfo, root: bool = False) -> Charge:
         """Add a task, of this kind in `durations`, to the work assigned to a worker; `root`: pulled from its block."""

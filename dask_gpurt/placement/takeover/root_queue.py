@@ -62,7 +62,7 @@ class RootQueue:
         self._at_once, self._choose = dispatch.tiny.at_once, dispatch.tiny.worker
         self._waits, self._pull, self._pending = groups.waits, engine.pull, groups.__len__
         self._worth, self._held, self._stock = engine.worth, engine.held, engine.leaves_roots
-        self._home = dispatch.home
+        self._home, self._dispatch = dispatch.home, dispatch
         self._quiet, self._hungry = dispatch.quiet, dispatch.hungry
         self._first, self._takers = dispatch.first, dispatch.takers
         #: the task that becomes ready now
@@ -110,6 +110,7 @@ class RootQueue:
                 ):
                     if (ws := home or (self._choose(ts) if at_once else None)) is not None:
                         self._chosen.append(ws)
+                        self._dispatch.at_home += home is not None
                     elif not at_once and self._deal_soon():
                         return {key: "queued"}, {}, {}
             except Exception:
@@ -193,12 +194,15 @@ class RootQueue:
 
     def _send(self, ts: TaskState, ws: WorkerState, stimulus_id: str) -> bool:
         """Send a queued task to a worker, or to its `home`; False when it did not go."""
-        self._chosen.append(self._ask(self._home, None, ts) or ws)
+        home = self._ask(self._home, None, ts)
+        self._chosen.append(home or ws)
         try:
             self.scheduler.transitions({ts.key: "processing"}, stimulus_id)
         finally:
             self._chosen.clear()
-        return bool(ts.state == "processing")
+        went = bool(ts.state == "processing")
+        self._dispatch.at_home += went and home is not None
+        return went
 
     def _offer(self, ws: WorkerState, ahead: bool = False) -> TaskState | None:
         """The task that a worker pulls, checked; None: none in particular."""
