@@ -1,6 +1,6 @@
-"""Run all tests in two halves side by side: `python ci/suite.py`, from the root of the checkout.
+"""Run all tests but those marked `slow` in two halves side by side: `python ci/suite.py`, from the root of the checkout.
 
-Most tests wait for processes: one pytest uses half of a processor. One half is the folders of the engines, the other is
+One pytest keeps one processor busy, most of it with processes that start. One half is the folders of the engines, the other is
 everything else; they take about as long. Each half has a cache and a log of its own, in `.pytest_cache/`. The output
 of the first half is printed while it runs, that of the second after it. The last lines name each test that failed. Exit
 code: 0 if both halves passed, 1 if not, 128 + the signal if it was stopped.
@@ -9,7 +9,7 @@ No process stays behind. One whose parent ended becomes a child of this process 
 reach, whichever session it is in. What is still there in the end is killed.
 
 Rejected: pytest-xdist, which starts more processes than two cores carry, or splits files whose tests share a cluster.
-Rejected: by the mark `cluster`. Those tests take three times as long as all others.
+Rejected: halves by the mark `cluster`. Those tests take three times as long as all others.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Half:
 
     def __init__(self, name: str, arguments: Sequence[str]) -> None:
         self.log = LOGS / f"{name}.log"
-        command = [sys.executable, "-m", "pytest", *arguments, "-o", f"cache_dir={LOGS / name}"]
+        command = [sys.executable, "-m", "pytest", *arguments, "-m", "not slow", "-o", f"cache_dir={LOGS / name}"]
         # The summary is cut to 80 columns at lower verbosity; the rest is as without `-v`.
         command += ["-vv", "-o", "verbosity_test_cases=0", "-o", "verbosity_assertions=0"]
         self.log.write_text(f"== pytest {' '.join(arguments)}\n")

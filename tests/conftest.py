@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 # A LocalCluster closes a nanny for good whose worker is away for longer, also while it restarts. Dask's 15 s are too
 # short on a busy machine.
 dask.config.set({"distributed.deploy.lost-worker-timeout": "120 s"})
+# Workers of a LocalCluster are forked from one process that has Dask imported, as in upstream's own tests: a worker
+# costs half of the processor time. Those of `dask worker` are spawned, as by default.
+dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"})
 
 
 def gpu_missing() -> str:

@@ -150,7 +150,6 @@ def test_machine_code_of_other_gpus_is_left_out_of_the_wheels(tmp_path: Path) ->
 REHEARSED = ["machine:pinned", "oom:storm", "leaving:shared", "primitives:text"]
 
 
-@pytest.mark.slow
 def test_experiments_on_the_stand_in(tmp_path: Path) -> None:
     """In processes, as on a GPU; each finds what it must, and the file says what it ran on."""
     pytest.importorskip("rmm")

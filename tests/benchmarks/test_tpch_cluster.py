@@ -77,6 +77,7 @@ def ignore(step: int, steps: int, what: str) -> None:
     pass
 
 
+@pytest.mark.slow
 def test_all_22_queries_equal_duckdb(cluster: ProcessCluster, directory: str, expected: dict[int, pa.Table]) -> None:
     outcome = runner.run([cluster], directory, SCALE, list(queries.QUERIES), expected, runs=1, progress=ignore)
     assert [str(d) for d in outcome.differences] == []
@@ -119,6 +120,7 @@ def test_a_wrong_and_a_failing_query_are_told(
     assert "column revenue: expected Decimal" in document.render().replace("&#x27;", "'")
 
 
+@pytest.mark.slow
 def test_a_query_without_an_answer_is_given_up(
     directory: str, expected: dict[int, pa.Table], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,6 +282,7 @@ def test_interrupt_leaves_nothing_running(directory: str, tmp_path: Path) -> Non
     assert not left_over(str(tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_keep_running_leaves_a_cluster_and_says_how_to_stop_it(directory: str, tmp_path: Path) -> None:
     from distributed import Client
 

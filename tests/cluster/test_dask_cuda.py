@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 pytest.importorskip("dask_cuda", reason="dask-cuda is not installed; bash ci/cuda.sh makes an environment with it")
 pytest.importorskip("rmm", reason="RMM is not installed; bash ci/cuda.sh makes an environment with it")
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.cluster
 
 HERE = Path(__file__).parent
 NO_DRIVER = os.pathsep.join([str(HERE / "no_driver"), str(HERE.parents[1])])

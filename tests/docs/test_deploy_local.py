@@ -36,6 +36,7 @@ def test_a_local_cluster(name: str, tmp_path: Path) -> None:
     assert "done" in run_python(source + CHECK.format(workers=2) + END, tmp_path)
 
 
+@pytest.mark.slow
 def test_settings_are_an_argument(tmp_path: Path) -> None:
     source = text("local-settings").replace("n_workers=2", "n_workers=2, dashboard_address=':0'")
     check = """
@@ -48,6 +49,7 @@ assert abs(limits - 0.5 * memory) <= 1, (limits, memory)
     assert "done" in run_python("import dask_gpurt\n" + source + check + END, tmp_path)
 
 
+@pytest.mark.slow
 def test_attach(tmp_path: Path) -> None:
     with processes(tmp_path) as p:
         address = p.scheduler()
@@ -58,6 +60,7 @@ def test_attach(tmp_path: Path) -> None:
         assert "done" in run_python(source + CHECK.format(workers=1) + "client.close()\nprint('done')\n", tmp_path)
 
 
+@pytest.mark.slow
 def test_asynchronous(tmp_path: Path) -> None:
     source = text("local-async").replace("n_workers=2", "n_workers=2, dashboard_address=':0'")
     out = run_python(source + "\nimport asyncio\nprint('sum', asyncio.run(main()))\n", tmp_path)
@@ -65,6 +68,7 @@ def test_asynchronous(tmp_path: Path) -> None:
     assert "dask-gpurt" in out
 
 
+@pytest.mark.slow
 def test_an_adaptive_cluster_grows_and_its_workers_have_the_extension(tmp_path: Path) -> None:
     source = text("adaptive").replace("n_workers=1", "n_workers=1, dashboard_address=':0'")
     work = """
@@ -80,6 +84,7 @@ futures = client.map(lambda i: Event("go").wait(timeout=120), range(40), pure=Fa
     )
 
 
+@pytest.mark.slow
 def test_enable_writes_what_a_scheduler_reads(tmp_path: Path) -> None:
     import subprocess
     import sys

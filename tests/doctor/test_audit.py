@@ -161,7 +161,6 @@ def test_files_that_are_no_shared_objects(tmp_path: Path) -> None:
     assert [v.state for v in audit(path=[str(tmp_path)])] == [State.OK]
 
 
-@pytest.mark.slow
 def test_the_environment_that_tests_run_in() -> None:
     """The step of continuous integration: whatever is installed here can be imported."""
     got = CliRunner().invoke(gpurt, ["audit", "--json"])

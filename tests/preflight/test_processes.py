@@ -18,7 +18,7 @@ from tests.cluster.processes import arguments, processes, wait_text
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 PRELOAD = "dask_gpurt.preload"
 
@@ -88,6 +88,7 @@ def test_sick_workers_get_no_task(tmp_path: Path) -> None:
             assert "setup" in findings
 
 
+@pytest.mark.slow
 def test_a_restart_checks_again(tmp_path: Path) -> None:
     with processes(tmp_path) as p:
         address = p.scheduler(*hold())
@@ -112,6 +113,7 @@ def test_a_restart_checks_again(tmp_path: Path) -> None:
             assert until(client, passed=2, checking=0)["counts"]["clean"] == before + 3
 
 
+@pytest.mark.slow
 def test_a_stock_worker_passes_with_a_warning(tmp_path: Path) -> None:
     """This package is not importable there."""
     hidden = tmp_path / "hidden" / "dask_gpurt"
@@ -128,6 +130,7 @@ def test_a_stock_worker_passes_with_a_warning(tmp_path: Path) -> None:
         wait_text(log, "runs stock")
 
 
+@pytest.mark.slow
 def test_an_adaptive_cluster(tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "scheduler_kwargs": {"preload": [PRELOAD], "preload_argv": [arguments(preflight="hold")]}
@@ -143,6 +146,7 @@ def test_an_adaptive_cluster(tmp_path: Path) -> None:
         assert client.submit(inc, 5, pure=False).result() == 6
 
 
+@pytest.mark.slow
 def test_a_shuffle_with_a_held_worker(tmp_path: Path) -> None:
     """Outputs are pinned to workers that run."""
     import pandas as pd

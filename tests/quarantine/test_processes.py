@@ -54,6 +54,7 @@ def gpurt(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.slow
 def test_from_the_command_line(client: Client) -> None:
     address = client.scheduler.address
     first, second = list(client.scheduler_info()["workers"])[:2]
@@ -76,6 +77,7 @@ def test_from_the_command_line(client: Client) -> None:
     assert dask_gpurt.hold(client, [second], why="test").held[second]["cause"] == "asked"
 
 
+@pytest.mark.slow
 def test_in_the_middle_of_a_shuffle(client: Client) -> None:
     """Its outputs go to others; what waits there is taken back; every row arrives once."""
     gate = f"gate-{time.time()}"

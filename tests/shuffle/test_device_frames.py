@@ -271,7 +271,6 @@ def same_rows_of(got: pd.DataFrame, want: pd.DataFrame) -> None:
     pd.testing.assert_frame_equal(got, want.astype(dict(got.dtypes)))
 
 
-@pytest.mark.slow
 def test_worker_processes() -> None:
     """By tcp; the other ways are in `test_device_ways`."""
     on = settings(transport="tcp")

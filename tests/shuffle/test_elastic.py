@@ -114,7 +114,6 @@ def bytes_in(folder) -> int:
     return total
 
 
-@pytest.mark.slow
 def test_a_cluster_that_is_restarted_in_the_middle(tmp_path):
     with (
         local_cluster(n_workers=2, threads_per_worker=1, dashboard_address=None, local_directory=str(tmp_path)) as lc,
@@ -137,7 +136,6 @@ def test_a_cluster_that_is_restarted_in_the_middle(tmp_path):
         same_parts(d.shuffle("k", npartitions=8).compute(), 16)
 
 
-@pytest.mark.slow
 def test_a_disk_that_is_full_in_the_middle(tmp_path):
     """What finds no room there stays in memory."""
     limit = "1 MiB"

@@ -71,7 +71,6 @@ def slow(df: pd.DataFrame) -> pd.DataFrame:
     return df
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["transfer", "unpack"])
 def test_worker_killed(phase, tmp_path):
     (tmp_path / "takeover_preload.py").write_text(PRELOAD)

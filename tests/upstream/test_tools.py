@@ -219,6 +219,7 @@ async def test_without(c, s, a, b):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 @pytest.mark.timeout(600)  # four runs of pytest, two of which start processes
 def test_a_file_runs_with_the_extension_everywhere_and_stock_without(tmp_path: Path) -> None:

@@ -316,7 +316,6 @@ def test_a_receiver_that_stops_ends_what_is_under_way(nodes, kind):
     eventually(lambda: a.losses)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", WAYS)
 def test_a_killed_peer_is_noticed(kind):
     """Another process; how soon is a figure of `benchmarks/transport.py --kill`."""

@@ -298,7 +298,6 @@ async def test_a_worker_does_not_decide_what_is_deleted(c: Client, s: Scheduler,
         assert await c.submit(lambda x: int(x.max()), root) == 1
 
 
-@pytest.mark.slow
 @gen_cluster(client=True, nthreads=[("", 1)] * 2, Worker=Nanny, config=CONFIG, timeout=120)
 async def test_kill_9_of_a_real_process(c: Client, s: Scheduler, a: Nanny, b: Nanny) -> None:
     """Two processes and a shared folder: one is killed; what it had stored is not computed again."""

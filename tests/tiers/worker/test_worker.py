@@ -82,7 +82,6 @@ async def all_stored(runtime: TierRuntime, n: int) -> None:
 # ---------------------------------------------------------------------------------------------- pressure
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_three_times_the_memory() -> None:
     """Real processes, real pressure: right answers, no synchronous read, no loss, nothing left on disk."""
@@ -692,7 +691,6 @@ async def test_tasks_cancelled_while_their_inputs_are_read(c: Client, s: Schedul
 # ---------------------------------------------------------------------------------------------- crash
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_kill_in_mid_spill_leaves_nothing(tmp_path: Any) -> None:
     with (
@@ -731,7 +729,6 @@ def test_kill_in_mid_spill_leaves_nothing(tmp_path: Any) -> None:
         assert len(folders) == 1, "that of the killed process is gone"
 
 
-@pytest.mark.slow
 def test_array_computation_against_stock() -> None:
     def compute(client: Client) -> np.ndarray[Any, Any]:
         rng = da.random.default_rng(0)
