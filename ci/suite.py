@@ -1,9 +1,9 @@
-"""Run all tests but those marked `slow` in two halves side by side: `python ci/suite.py`, from the root of the checkout.
+"""Run all tests but the slow ones, in two halves side by side: `python ci/suite.py`, from the root of the checkout.
 
-One pytest keeps one processor busy, most of it with processes that start. One half is the folders of the engines, the other is
-everything else; they take about as long. Each half has a cache and a log of its own, in `.pytest_cache/`. The output
-of the first half is printed while it runs, that of the second after it. The last lines name each test that failed. Exit
-code: 0 if both halves passed, 1 if not, 128 + the signal if it was stopped.
+One pytest keeps one processor busy, for the most part with processes that start. One half is the folders of the
+engines, the other is everything else; they take about as long. Each half has a cache and a log of its own, in
+`.pytest_cache/`. The output of the first half is printed while it runs, that of the second after it. The last lines
+name each test that failed. Exit code: 0 if both halves passed, 1 if not, 128 + the signal if it was stopped.
 
 No process stays behind. One whose parent ended becomes a child of this process (a "subreaper"), so that none is out of
 reach, whichever session it is in. What is still there in the end is killed.

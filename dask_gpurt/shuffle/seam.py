@@ -120,7 +120,7 @@ METHODS: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (SchedulerPlugin, "log_event", ("topic", "msg")),
     (WorkStealing, "move_task_request", ("ts", "victim", "thief")),
     (Scheduler, "client_desires_keys", ("keys", "client")),
-    (Scheduler, "gather_on_worker", ("worker_address", "who_has")),
+    (Scheduler, "request_acquire_replicas", ("addr", "keys", "stimulus_id")),
     (Scheduler, "client_releases_keys", ("keys", "client", "stimulus_id")),
     (DataFrameShuffleSpec, "create_run_on_worker", ("run_id", "span_id", "worker_for", "plugin")),
     (DataFrameShuffleRun, "_shard_partition", ("data", "partition_id", "kwargs")),

@@ -12,9 +12,10 @@ give way first (`send_log.Budget`).
 A join's first side may have to wait long for the other, and only one worker has its barrier's result until outputs are
 made. Were that lost, all inputs of the side would be split anew; so other workers get copies (`_copy`). Dask's memory
 manager leaves them there as long as outputs wait. Once those are made it drops all but one, every two seconds; then
-they are made again, which is a number and a call a worker. Rejected: to tell the memory manager, which has no way to
-say that a replica is wanted but a policy of one's own: its suggestion to replicate and Dask's to drop would alternate
-just so.
+they are made again, which is a number and two messages a worker. Rejected: to tell the memory manager, which has no
+way to say that a replica is wanted but a policy of one's own: its suggestion to replicate and Dask's to drop would
+alternate just so. Rejected: `Scheduler.gather_on_worker`. That puts a value into a worker beside whatever fetches it there for an
+output; if it is dropped before that fetch has ended, Dask's state machine raises, and the worker ends.
 
 Not kept: a run whose query is over. A result that is lost between the end of its task and the moment the client has it
 is made from the start.
@@ -23,9 +24,8 @@ is made from the start.
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dask_gpurt.shuffle import seam
 
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 HOLDER = "gpurt-shuffle"
 #: a run is kept so long after its last output was made, at most
 HOLD_SECONDS = 60.0
-#: workers that have the result of a barrier for which outputs wait; and attempts to have them copy it, and their time
+#: workers that have the result of a barrier for which outputs wait; and how often they are asked to copy it
 COPIES = 3
 TRIES = 3
+#: between two requests: while outputs wait, and once all were made
 COPY_SECONDS = 5.0
-#: between two attempts once all outputs were made
 AGAIN_SECONDS = 0.5
 #: between two looks
 LOOK_SECONDS = 0.05
@@ -95,14 +95,15 @@ class Holder:
         tasks: Iterator[TaskState | None] | None = None
         try:
             while barrier.dependents and not record.failed and self._runs.current(record):
+                now = time.monotonic()
                 if barrier.state != "memory" or barrier.waiters:
                     tasks = None
-                    if barrier.state == "memory" and tries and (others := self._without(barrier, record)):
+                    if barrier.state == "memory" and tries and now > again and self._copy(record, barrier):
                         tries -= 1
-                        await self._copy(record, barrier, others)
+                        again = now + COPY_SECONDS
                 else:
                     if tasks is None:
-                        tasks, deadline = _last(barrier), time.monotonic() + HOLD_SECONDS
+                        tasks, deadline, again = _last(barrier), now + HOLD_SECONDS, 0.0
                         running = None
                     # One task that has not ended will do; then the next is looked for.
                     for _ in range(STEPS):
@@ -110,11 +111,10 @@ class Holder:
                             break
                         if (running := next(tasks, barrier)) is barrier:
                             return
-                    if time.monotonic() > deadline:
+                    if now > deadline:
                         return
-                    if time.monotonic() > again and (others := self._without(barrier, record)):
-                        await self._copy(record, barrier, others)
-                        again = time.monotonic() + AGAIN_SECONDS
+                    if now > again and self._copy(record, barrier):
+                        again = now + AGAIN_SECONDS
                 await asyncio.sleep(LOOK_SECONDS)
         finally:
             self._release(barrier.key, record)
@@ -125,38 +125,19 @@ class Holder:
         others = [a for a in sorted(record.participants) if a in self._scheduler.workers and a not in holders]
         return others[: max(0, COPIES - len(holders))]
 
-    async def _copy(self, record: RunRecord, barrier: TaskState, addresses: list[str]) -> None:
+    def _copy(self, record: RunRecord, barrier: TaskState) -> bool:
+        """Ask for the copies that are missing; they come with `add-keys`. Returns whether any was."""
+        addresses = self._without(barrier, record)
+        record.copied_to.update(addresses)
         for address in addresses:
-            record.copied_to.add(address)
-            who_has = {barrier.key: [ws.address for ws in barrier.who_has or ()]}
-            copying = asyncio.ensure_future(self._scheduler.gather_on_worker(address, who_has))
-            copying.add_done_callback(functools.partial(self._copied, record, barrier, address))
-            # One of them may be gone, or stopped. Not cancelled: what comes late has to be looked at, too.
-            await asyncio.wait([copying], timeout=COPY_SECONDS)
-            if copying.done():
-                copying.result()
-
-    def _copied(self, record: RunRecord, barrier: TaskState, address: str, copying: asyncio.Future[Any]) -> None:
-        """Have a worker forget a copy that the scheduler does not know of, or of a run that is over.
-
-        The holder may be lost after the copy arrived and before the scheduler heard of that. Then the scheduler knows
-        of no copy and has none dropped; the worker would take it for the result of the next barrier.
-        """
-        if not copying.cancelled():
-            copying.exception()  # retrieved: after `COPY_SECONDS` nothing waits for it
-        ws = self._scheduler.workers.get(address)
-        holders = (barrier.who_has or ()) if self._scheduler.tasks.get(barrier.key) is barrier else ()
-        if ws is None or (ws in holders and (self._runs.current(record) or len(holders) == 1)):
-            return
-        if ws in holders:
-            self._scheduler.remove_replica(barrier, ws)
-        self._forget(barrier.key, address)
+            # To a worker that fetches it already this changes nothing.
+            self._scheduler.request_acquire_replicas(address, [barrier.key], stimulus_id=f"{HOLDER}-{barrier.key}")
+        return bool(addresses)
 
     def ended(self, record: RunRecord) -> None:
-        """A run is over: every worker that copied its barrier's result forgets that before there can be another.
+        """A run is over: every worker that was asked to copy its barrier's result forgets that before there is another.
 
-        The scheduler may have lost sight of a copy. A worker that dropped an earlier one says so in a stream of
-        messages, and the copy is asked for by a call, which may overtake that.
+        The scheduler may not know of a copy: what says that it has come may be under way.
         """
         for address in record.copied_to & self._scheduler.workers.keys():
             self._forget(seam.barrier_key(record.id), address)

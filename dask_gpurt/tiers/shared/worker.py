@@ -188,7 +188,8 @@ class SharedCopies:
             ts = tasks.get(key)
             if ts is not None and ts.state == "memory":
                 continue  # it has come here meanwhile; the object goes with the prefix
-            if ts is not None and ts.state not in ("released", "fetch", "flight", "missing"):
+            # Not beside a fetch: were it dropped before that ends, the state machine would raise, and end this worker.
+            if ts is not None and ts.state not in ("released", "fetch", "missing"):
                 self._decline(key)
                 continue
             self._lease.foster(prefix, 1)
