@@ -14,8 +14,8 @@ made. Were that lost, all inputs of the side would be split anew; so other worke
 manager leaves them there as long as outputs wait. Once those are made it drops all but one, every two seconds; then
 they are made again, which is a number and two messages a worker. Rejected: to tell the memory manager, which has no
 way to say that a replica is wanted but a policy of one's own: its suggestion to replicate and Dask's to drop would
-alternate just so. Rejected: `Scheduler.gather_on_worker`. That puts a value into a worker beside whatever fetches it there for an
-output; if it is dropped before that fetch has ended, Dask's state machine raises, and the worker ends.
+alternate just so. Rejected: `Scheduler.gather_on_worker`. That puts a value into a worker beside whatever fetches it
+there for an output; if it is dropped before that fetch has ended, Dask's state machine raises, and the worker ends.
 
 Not kept: a run whose query is over. A result that is lost between the end of its task and the moment the client has it
 is made from the start.
