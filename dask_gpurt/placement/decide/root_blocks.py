@@ -15,7 +15,8 @@ Theory of operation
    speed. They are taken by priority, as `dask.order` makes priorities run through the graph depth first. Cuts go first
    between nodes, then between the workers of each node, so neighbours in the graph are neighbours in the cluster. A
    cut near the border of a *cogroup* moves onto it. A cogroup is a set of roots that a later task joins, perhaps
-   through chains of tasks with one input.
+   through chains of tasks with one input. A root that is needed in most blocks (a table that all chunks are joined
+   with) is in none: it goes to the first free worker, as with stock, instead of waiting for its owner.
 2. *Queue.* Roots of a block stay queued when they become ready (`waits`). Slots are given out after the whole graph has
    arrived.
 3. *Pull.* A worker with a free slot pulls from its own block. Without one it takes over a block whose owner has left.
@@ -61,6 +62,8 @@ if TYPE_CHECKING:
 
 #: a root with more dependents than this belongs to no block: it runs first, wherever there is a slot
 MAX_DEPENDENTS = 64
+#: nor does one with so many times as many as is usual, if they are more than a block has roots
+WIDELY = 4
 #: tasks that are looked at to cut the phases of one graph by the whole of it; phases beyond that are cut by themselves.
 #: With an array object for each variable of each file there may be hundreds
 LOOKED = 2**19
@@ -171,6 +174,12 @@ class RootBlocks:
         roots = [t for t in fresh if is_root(t) and len(t.dependents) <= MAX_DEPENDENTS and t.key not in self.by_key]
         if len(roots) < 2:
             return
+        workers = members()
+        least = max(2, len(workers))
+        counts = sorted(len(t.dependents) for t in roots)
+        most = max(len(roots) / least, WIDELY * counts[len(counts) // 2])
+        if counts[-1] > most:
+            roots = [t for t in roots if len(t.dependents) <= most]
         roots.sort(key=by_priority)
         now: list[Any] = []
         later: dict[Any, list[Any]] = {}
@@ -179,8 +188,6 @@ class RootBlocks:
                 later.setdefault(frozenset(d.group for d in t.dependencies), []).append(t)
             else:
                 now.append(t)
-        workers = members()
-        least = max(2, len(workers))
         fresh.sort(key=by_priority)
         wholes = max(1, LOOKED // len(fresh))
         for number, waiting in enumerate(later.values()):

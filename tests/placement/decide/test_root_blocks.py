@@ -135,6 +135,27 @@ def test_a_root_that_everybody_needs_belongs_to_nobody(monkeypatch: pytest.Monke
     assert not g.waits(tasks["shared"])
 
 
+def test_a_root_that_many_more_tasks_need_than_others_belongs_to_nobody() -> None:
+    """Its users are on several workers. In a block it would wait behind what its owner has to do."""
+    shared = [Task(f"shared{i}", i) for i in range(2)]
+    roots = [Task(f"r{i}", i + 2) for i in range(16)]
+    users = [Task(f"f{i}", 100 + i, r, shared[i % 2]) for i, r in enumerate(roots)]
+    g, _tasks = arrive([*shared, *roots, *users], members("a", "b", "c", "d"))
+    assert len(g) == 16
+    assert not any(g.waits(t) for t in shared)
+    # Not where each root is needed as often: of a product of matrices nothing would be left in blocks.
+    rows = [Task(f"a{i}", i) for i in range(16)]
+    columns = [Task(f"b{i}", 16 + i) for i in range(16)]
+    products = [Task(f"p{i}-{j}", 100 + 16 * i + j, a, b) for i, a in enumerate(rows) for j, b in enumerate(columns)]
+    g, _ = arrive([*rows, *columns, *products], members("a", "b", "c", "d"))
+    assert len(g) == 32
+    # Nor where one block has all that need it.
+    few = Task("few", 0)
+    roots = [Task(f"r{i}", i + 1) for i in range(40)]
+    g, _ = arrive([few, *roots, *(Task(f"f{i}", 100 + i, r, few) for i, r in enumerate(roots[:8]))], members("a", "b"))
+    assert len(g) == 41
+
+
 def test_few_roots_have_no_owners() -> None:
     g, tasks = arrive(sums(3, 3), members("a", "b", "c", "d"))
     assert len(g) == 0
