@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
     from distributed.scheduler import Scheduler
 
+#: how the reason of a worker begins that did not answer
+NO_ANSWER = "no answer"
+
 
 def probe(version: str, codec: str = "none") -> None:
     """Run on a worker: can it make the runs of this version, with this setting of the codec? Raises when not.
@@ -40,32 +43,36 @@ def probe(version: str, codec: str = "none") -> None:
 
 
 async def probe_workers(
-    scheduler: Scheduler, workers: Iterable[str], codec: str = "none", timeout_seconds: float = 30.0
+    scheduler: Scheduler, workers: Iterable[str], codec: str = "none", timeout_seconds: float = 10.0
 ) -> dict[str, str]:
     """Ask workers whether they can run our spec.
 
     Returns
     -------
     dict
-        Address to ``""`` when it can, else to the reason why not (package missing, other version, no answer).
+        Address to ``""`` when it can, else to the reason why not (package missing, other version). The reason begins
+        with `NO_ANSWER` if the worker did not answer: it may, when it is asked again.
     """
     from distributed.protocol.pickle import dumps
 
     msg = {"op": "run", "function": dumps(probe), "args": dumps((__version__, codec)), "wait": True}
-    workers = list(workers)
-    try:
-        answers = await asyncio.wait_for(
-            scheduler.broadcast(msg=msg, workers=workers, on_error="return"), timeout_seconds
-        )
-    except TimeoutError:
-        return dict.fromkeys(workers, f"no answer within {timeout_seconds:g} s")
-    reasons = {}
-    for address in workers:
+
+    async def one(address: str) -> str:
+        try:
+            answers = await asyncio.wait_for(
+                scheduler.broadcast(msg=msg, workers=[address], on_error="return"), timeout_seconds
+            )
+        except TimeoutError:
+            return f"{NO_ANSWER} within {timeout_seconds:g} s"
         answer = answers.get(address)
+        if isinstance(answer, OSError):
+            return f"{NO_ANSWER}: {answer!r}"
         if isinstance(answer, dict) and answer.get("status") == "OK":
-            reasons[address] = ""
-        elif isinstance(answer, dict):
-            reasons[address] = str(answer.get("exception_text") or answer.get("text") or answer.get("status"))
-        else:
-            reasons[address] = repr(answer)
-    return reasons
+            return ""
+        if isinstance(answer, dict):
+            return str(answer.get("exception_text") or answer.get("text") or answer.get("status"))
+        return repr(answer)
+
+    # One by one: of a broadcast to all that is given up, no answer is left.
+    workers = list(workers)
+    return dict(zip(workers, await asyncio.gather(*map(one, workers)), strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from dask_gpurt.errors import InstallError, SeamMismatch
 from dask_gpurt.shuffle import probe, seam
 from dask_gpurt.shuffle.counters import worker_statistics
 from dask_gpurt.shuffle.scheduler import output_tasks
+from dask_gpurt.shuffle.scheduler import takeover as takeover_module
 from dask_gpurt.shuffle.scheduler.takeover import FAILURES, ShuffleTakeover, swap_plugin
 from dask_gpurt.shuffle.spec import GpurtShuffleSpec
 from dask_gpurt.shuffle.worker.shard_stores import MemoryShardStore, provide, store_of, withdraw
@@ -146,6 +148,34 @@ async def test_probe_says_why_a_worker_can_not(c, s, a, b):
 
     b.handlers["run"] = never
     assert "no answer" in (await probe.probe_workers(s, [b.address], timeout_seconds=0.1))[b.address]
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_a_worker_that_does_not_answer_is_asked_again(monkeypatch, hangs):
+    """It was busy, or stopped. Without that all shuffles would be Dask's for as long as it lives."""
+
+    @gen_cluster(**TWO)
+    async def check(c, s, a, b):
+        async def silent(comm, **kwargs):
+            if hangs:
+                await asyncio.sleep(60)
+            comm.abort()
+
+        stock, b.handlers["run"] = b.handlers["run"], silent
+        takeover = await ShuffleTakeover.install(s, ON)
+        # What the others said counts.
+        assert takeover.able[a.address] == ""
+        assert takeover.able[b.address].startswith("no answer")
+        assert len(await c.compute(source(left).shuffle("k"))) == 480
+        assert takeover.statistics()["runs"] == 0
+        b.handlers["run"] = stock
+        await until(lambda: takeover.able[b.address] == "")
+        assert len(await c.compute(source(left).shuffle("k", npartitions=3))) == 480
+        assert takeover.statistics()["runs"] == 1
+
+    monkeypatch.setattr(takeover_module, "probe_workers", functools.partial(probe.probe_workers, timeout_seconds=0.3))
+    monkeypatch.setattr(takeover_module, "PAUSE_SECONDS", 0.05)
+    check()
 
 
 @gen_cluster(client=True, nthreads=[], timeout=60)

@@ -24,8 +24,11 @@ is made from the start.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import TYPE_CHECKING
+
+from distributed.comm import CommClosedError
 
 from dask_gpurt.shuffle import seam
 
@@ -130,8 +133,9 @@ class Holder:
         addresses = self._without(barrier, record)
         record.copied_to.update(addresses)
         for address in addresses:
-            # To a worker that fetches it already this changes nothing.
-            self._scheduler.request_acquire_replicas(address, [barrier.key], stimulus_id=f"{HOLDER}-{barrier.key}")
+            # To a worker that fetches it already this changes nothing. One whose stream is closed is about to leave.
+            with contextlib.suppress(CommClosedError):
+                self._scheduler.request_acquire_replicas(address, [barrier.key], stimulus_id=f"{HOLDER}-{barrier.key}")
         return bool(addresses)
 
     def ended(self, record: RunRecord) -> None:

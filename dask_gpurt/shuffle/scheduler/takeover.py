@@ -31,7 +31,7 @@ from dask_gpurt.errors import InstallError
 from dask_gpurt.model import Event, Sink, null_sink
 from dask_gpurt.model.circuit_breaker import Guard, Part
 from dask_gpurt.shuffle import seam
-from dask_gpurt.shuffle.probe import probe_workers
+from dask_gpurt.shuffle.probe import NO_ANSWER, probe_workers
 from dask_gpurt.shuffle.scheduler import output_tasks
 from dask_gpurt.shuffle.scheduler.plugin import GpurtShufflePlugin
 from dask_gpurt.shuffle.scheduler.skew import SkewReport
@@ -51,6 +51,8 @@ FAILURES, FAILURES_SECONDS = 10, 600.0
 #: that are counted one by one. Some name a column or a number, and each is a label of a metric: a scheduler of weeks
 #: must not have ever more of them
 MOST_REASONS = 20
+#: before a worker that did not answer is asked again: at first, and at most, in seconds
+PAUSE_SECONDS, MOST_PAUSE_SECONDS = 1.0, 60.0
 #: outputs pinned in one turn of the scheduler's loop, about 5 ms
 _PIN_TASKS = 500
 #: the calls of workers that distributed's plugin answers
@@ -116,7 +118,8 @@ class ShuffleTakeover:
         _refuse_active(stock, "install")
         self = cls(scheduler, settings, sink)
         self._stock, self._plugin = swap_plugin(scheduler, lambda: GpurtShufflePlugin(scheduler, self))
-        await self.ask(list(scheduler.workers))
+        if silent := await self._ask(list(scheduler.workers)):
+            seam.in_background(scheduler, self._ask_again, silent)
         sink(Event("shuffle.installed", "the plugin named shuffle was taken over", {"workers": len(self.able)}))
         return self
 
@@ -136,20 +139,44 @@ class ShuffleTakeover:
         swap_plugin(self.scheduler, lambda: self._stock)
         self._sink(Event("shuffle.uninstalled", "stock's plugin named shuffle was put back"))
 
-    async def ask(self, workers: list[str]) -> None:
-        """Ask workers whether they can run our spec."""
+    async def ask(self, worker: str) -> None:
+        """Ask a worker whether it can run our spec, until it answers or leaves."""
+        if silent := await self._ask([worker]):
+            await self._ask_again(silent)
+
+    async def _ask_again(self, silent: list[str]) -> None:
+        """A worker that is busy or was stopped may answer later; until then all shuffles are Dask's."""
+        pause = PAUSE_SECONDS
+        while silent:
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, MOST_PAUSE_SECONDS)
+            if self._plugin is None or self.scheduler.plugins.get("shuffle") is not self._plugin:
+                return
+            # Absent: it has left. Another reason or none: it came again, and was asked anew.
+            silent = await self._ask([a for a in silent if self.able.get(a, "").startswith(NO_ANSWER)])
+
+    async def _ask(self, workers: list[str]) -> list[str]:
+        """Note what workers answer. Returns those that do not."""
         if not workers:
-            return
+            return []
         try:
             answers = await probe_workers(self.scheduler, workers, self.settings.codec)
         except Exception as e:
             self.failed()
             answers = dict.fromkeys(workers, repr(e))
+        silent = []
         for address, reason in answers.items():
-            if address in self.scheduler.workers:
-                self.able[address] = reason
-                if reason:
-                    logger.warning("worker %s cannot run gpurt's shuffle, Dask's is used: %s", address, reason)
+            if address not in self.scheduler.workers:
+                continue
+            before = self.able.get(address)
+            self.able[address] = reason
+            if reason.startswith(NO_ANSWER):
+                silent.append(address)
+            if reason and before is None:
+                logger.warning("worker %s cannot run gpurt's shuffle, Dask's is used: %s", address, reason)
+            elif before and not reason:
+                logger.info("worker %s can run gpurt's shuffle", address)
+        return silent
 
     def choose(self, spec: seam.ShuffleSpec) -> seam.ShuffleSpec:
         """The spec for a new run: ours, or the given one. Never raises."""
