@@ -1,7 +1,7 @@
 """Run all tests but the slow ones, in two halves side by side: `python ci/suite.py`, from the root of the checkout.
 
-One pytest keeps one processor busy, for the most part with processes that start. One half is the folders of the
-engines, the other is everything else; they take about as long. Each half has a cache and a log of its own, in
+One pytest keeps one processor busy, for the most part with processes that start. One half is the folders of
+three engines, the other is everything else; they take about as long. Each half has a cache and a log of its own, in
 `.pytest_cache/`. The output of the first half is printed while it runs, that of the second after it. The last lines
 name each test that failed. Exit code: 0 if both halves passed, 1 if not, 128 + the signal if it was stopped.
 
@@ -29,7 +29,7 @@ import psutil
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-ENGINES = tuple(f"tests/{engine}" for engine in ("placement", "shuffle", "tiers", "observe"))
+ENGINES = tuple(f"tests/{engine}" for engine in ("shuffle", "tiers", "observe"))
 #: name -> arguments for pytest; each test belongs to exactly one
 HALVES = {"engines": ENGINES, "others": tuple(f"--ignore={folder}" for folder in ENGINES)}
 LOGS = Path(".pytest_cache")

@@ -259,6 +259,7 @@ def command(directory: str, out: Path, *arguments: str) -> list[str]:
     return [*start, "--data", directory, "--out", str(out), "--memory-limit", "1GiB", *arguments]
 
 
+@pytest.mark.slow
 def test_interrupt_leaves_nothing_running(directory: str, tmp_path: Path) -> None:
     process = subprocess.Popen(
         command(directory, tmp_path / "run", "--runs", "1000"),
@@ -315,6 +316,7 @@ def test_keep_running_leaves_a_cluster_and_says_how_to_stop_it(directory: str, t
     assert not left_over(str(tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_exit_code_of_a_wrong_answer(
     directory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

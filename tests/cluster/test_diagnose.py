@@ -200,6 +200,7 @@ def client() -> Iterator[Client]:
         yield client
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 def test_one_long_task_is_named(client: Client) -> None:
     """Three threads wait for the fourth."""
@@ -211,6 +212,7 @@ def test_one_long_task_is_named(client: Client) -> None:
     assert {cause.id for cause in ledger[0].causes} <= {"no ready task", "skew"}
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 def test_threads_that_are_busy_have_no_cause_but_that_tasks_sleep(client: Client) -> None:
     client.gather(client.map(_sleep, range(40), seconds=0.4, pure=False))
@@ -238,6 +240,7 @@ def test_a_task_that_waits_for_ever_is_a_stall(client: Client) -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 def test_a_stopped_worker_from_the_command_line(tmp_path: Path) -> None:
     with processes(tmp_path) as started:

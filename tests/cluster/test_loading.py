@@ -204,6 +204,7 @@ def test_on_workers_it_installs_before_registration(tmp_path: Path) -> None:
             assert client.submit(sum, client.map(int, range(50))).result() == sum(range(50))
 
 
+@pytest.mark.slow
 def test_preloads_by_path(tmp_path: Path) -> None:
     with processes(tmp_path) as p:
         address = p.scheduler("--preload", str(PLUGINS / "gpurt_scheduler.py"), "--gpurt-placement-candidates", "4")
@@ -379,6 +380,7 @@ def test_attach_and_detach_with_data_in_flight() -> None:
         _assert_stock(client, stock)
 
 
+@pytest.mark.slow
 def test_two_who_attach_and_detach_at_once() -> None:
     """They take turns: what one has begun, the other neither finds half done nor takes out."""
     with (

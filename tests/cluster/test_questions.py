@@ -28,6 +28,7 @@ def gpurt(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # eight commands, each of which imports distributed
 def test_from_the_command_line(tmp_path: Path) -> None:
     with processes(tmp_path) as p:

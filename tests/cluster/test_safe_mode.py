@@ -172,6 +172,7 @@ def _scheduler(client: Client) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_is_named_and_told_again(tmp_path: Path) -> None:
     with processes(tmp_path) as p:
         address = p.scheduler(*PRELOAD)

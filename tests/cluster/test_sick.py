@@ -117,6 +117,7 @@ def test_a_stopped_worker_is_named_and_the_others_answer(tmp_path: Path) -> None
             assert dask_gpurt.status(client).silent == {}
 
 
+@pytest.mark.slow
 def test_a_stopped_scheduler_ends_every_question(tmp_path: Path) -> None:
     with processes(tmp_path) as p:
         address = p.scheduler(*PRELOAD)
@@ -294,6 +295,7 @@ def test_a_cluster_of_this_process_that_is_closed() -> None:
         dask_gpurt.status("inproc://192.0.2.9/1/1", timeout=1)
 
 
+@pytest.mark.slow
 def test_top_looks_again(tmp_path: Path) -> None:
     with processes(tmp_path) as p:
         address = p.scheduler(*PRELOAD)

@@ -65,6 +65,7 @@ def test_certificates_in_files_and_a_range_of_ports(tmp_path: Path) -> None:
         assert " sent by tls, " in " ".join(said.stdout.split())
 
 
+@pytest.mark.slow
 def test_workers_of_an_older_certificate_shuffle_over_rpc(tmp_path: Path) -> None:
     """One worker whose data plane checks by another authority, as after its files were changed: right rows, no hang."""
     security = Authority().member()

@@ -58,6 +58,7 @@ def test_commands_and_the_check(tmp_path: Path) -> None:
         run_python(text("check", address=address), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 def test_settings_on_the_command_line_reach_workers(tmp_path: Path) -> None:
     (scheduler,) = _commands("commands-settings")
@@ -84,6 +85,7 @@ def _folder(tmp_path: Path) -> Path:
     return tmp_path / "others"
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 def test_the_scheduler_for_gpu_workers(tmp_path: Path) -> None:
     scheduler, worker = _commands("cuda-worker")

@@ -71,6 +71,7 @@ def test_a_client_imports_no_half_of_the_extension() -> None:
     run(code)
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 @pytest.mark.timeout(300)
 def test_a_client_elsewhere_asks_everything(tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -129,7 +129,9 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", ["ucx, at times without memory", pytest.param("rpc, most packs on disk", marks=pytest.mark.slow)]
+)
 def test_between_processes(way: str) -> None:
     """And a worker is killed in the middle of a second shuffle."""
     pytest.importorskip("ucxx")

@@ -127,6 +127,7 @@ def test_stock_schedulers_list_nothing_of_ours(tmp_path: Path) -> None:
             get(base, "/gpurt")
 
 
+@pytest.mark.slow
 def test_attach_and_detach(tmp_path: Path) -> None:
     with processes(tmp_path) as p:
         address = p.scheduler()
@@ -180,6 +181,7 @@ def test_pages_are_announced_again_after_a_reset_of_the_configuration(monkeypatc
         assert dask_gpurt.local_cluster() == ["distributed.http.scheduler.info", hook.__name__]
 
 
+@pytest.mark.slow
 def test_two_clusters_in_one_process() -> None:
     """The second has no extension, but a process has one list of pages: they say so. Nothing is registered twice."""
     ours: dict[str, Any] = {"n_workers": 1, "processes": False, "dashboard_address": "127.0.0.1:0"}

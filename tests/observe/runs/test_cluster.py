@@ -175,6 +175,7 @@ def test_how_a_run_can_end(client: Client) -> None:
     assert client.run_on_scheduler(lambda dask_scheduler: len(dask_scheduler.plugins["gpurt"].runs.wanted)) == 0
 
 
+@pytest.mark.slow
 def test_a_lost_worker_and_a_restart() -> None:
     with (
         dask_gpurt.local_cluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0") as cluster,
@@ -264,6 +265,7 @@ def test_no_such_run(client: Client, run: Any, error: type[Exception], said: str
         dask_gpurt.report(client)
 
 
+@pytest.mark.slow
 def test_detach_forgets_and_attach_begins_anew(client: Client) -> None:
     client.submit(sleep, 1, pure=False).result()
     assert len(dask_gpurt.runs(client)) == 1
@@ -283,6 +285,7 @@ def test_detach_forgets_and_attach_begins_anew(client: Client) -> None:
     busy.result()
 
 
+@pytest.mark.slow
 def test_an_address_and_an_asynchronous_client(client: Client) -> None:
     client.submit(sleep, 1, pure=False).result()
     with (
