@@ -306,8 +306,12 @@ async def test_nothing_is_kept_alive(c: Client, s: Scheduler, *workers: Worker) 
         ref = weakref.ref(s.tasks[key])
         del xs, total
         await until(lambda: not s.tasks)
-        gc.collect()
-        assert ref() is None
+
+        def gone() -> bool:
+            gc.collect()
+            return ref() is None
+
+        await until(gone)  # a call that is just being answered may have it for a moment
         assert (await dask_gpurt.explain(c, key)).state is None
 
 
