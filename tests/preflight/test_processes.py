@@ -146,7 +146,6 @@ def test_an_adaptive_cluster(tmp_path: Path) -> None:
         assert client.submit(inc, 5, pure=False).result() == 6
 
 
-@pytest.mark.slow
 def test_a_shuffle_with_a_held_worker(tmp_path: Path) -> None:
     """Outputs are pinned to workers that run."""
     import pandas as pd

@@ -77,7 +77,6 @@ def test_from_the_command_line(client: Client) -> None:
     assert dask_gpurt.hold(client, [second], why="test").held[second]["cause"] == "asked"
 
 
-@pytest.mark.slow
 def test_in_the_middle_of_a_shuffle(client: Client) -> None:
     """Its outputs go to others; what waits there is taken back; every row arrives once."""
     gate = f"gate-{time.time()}"

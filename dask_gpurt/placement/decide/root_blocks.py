@@ -15,7 +15,7 @@ Theory of operation
    speed. They are taken by priority, as `dask.order` makes priorities run through the graph depth first. Cuts go first
    between nodes, then between the workers of each node, so neighbours in the graph are neighbours in the cluster. A
    cut near the border of a *cogroup* moves onto it. A cogroup is a set of roots that a later task joins, perhaps
-   through chains of tasks with one input. A root that is needed in most blocks (a table that all chunks are joined
+   through chains of tasks with one input. A root that is shared by many blocks (a table that all chunks are joined
    with) is in none: it goes to the first free worker, as with stock, instead of waiting for its owner.
 2. *Queue.* Roots of a block stay queued when they become ready (`waits`). Slots are given out after the whole graph has
    arrived.
@@ -60,10 +60,10 @@ if TYPE_CHECKING:
 
     from dask_gpurt.placement.decide.root_cuts import Member
 
-#: a root with more dependents than this belongs to no block: it runs first, wherever there is a slot
+#: a root with more dependents than this is *shared*: it belongs to no block, and runs first, wherever there is a slot
 MAX_DEPENDENTS = 64
-#: nor does one with so many times as many as is usual, if they are more than a block has roots
-WIDELY = 4
+#: so is one with more dependents than a block has roots, if that is so many times the median of the graph's roots
+SHARED = 4
 #: tasks that are looked at to cut the phases of one graph by the whole of it; phases beyond that are cut by themselves.
 #: With an array object for each variable of each file there may be hundreds
 LOOKED = 2**19
@@ -176,10 +176,7 @@ class RootBlocks:
             return
         workers = members()
         least = max(2, len(workers))
-        counts = sorted(len(t.dependents) for t in roots)
-        most = max(len(roots) / least, WIDELY * counts[len(counts) // 2])
-        if counts[-1] > most:
-            roots = [t for t in roots if len(t.dependents) <= most]
+        roots = _unshared(roots, len(roots) / least)
         roots.sort(key=by_priority)
         now: list[Any] = []
         later: dict[Any, list[Any]] = {}
@@ -444,3 +441,12 @@ class RootBlocks:
         self._borders.clear()
         self._longest.clear()
         self._blocks = self._used_up = 0
+
+
+def _unshared(roots: list[TaskState], per_block: float) -> list[TaskState]:
+    """Roots without those that are shared by many blocks of so many roots, see `SHARED`."""
+    counts = [len(t.dependents) for t in roots]
+    if max(counts) <= per_block:  # of most graphs: nothing is sorted
+        return roots
+    most = max(per_block, SHARED * sorted(counts)[len(counts) // 2])
+    return [t for t, n in zip(roots, counts, strict=True) if n <= most]

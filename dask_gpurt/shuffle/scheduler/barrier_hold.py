@@ -129,7 +129,7 @@ class Holder:
         return others[: max(0, COPIES - len(holders))]
 
     def _copy(self, record: RunRecord, barrier: TaskState) -> bool:
-        """Ask for the copies that are missing; they come with `add-keys`. Returns whether any was."""
+        """Ask for the copies that are missing. Returns whether any was; they are in `who_has` once they have come."""
         addresses = self._without(barrier, record)
         record.copied_to.update(addresses)
         for address in addresses:
@@ -139,9 +139,9 @@ class Holder:
         return bool(addresses)
 
     def ended(self, record: RunRecord) -> None:
-        """A run is over: every worker that was asked to copy its barrier's result forgets that before there is another.
+        """Have each worker that was asked for a copy drop it, as the run is over, and before there can be another run.
 
-        The scheduler may not know of a copy: what says that it has come may be under way.
+        Also those that the scheduler knows no copy of: the message that it has come may be under way.
         """
         for address in record.copied_to & self._scheduler.workers.keys():
             self._forget(seam.barrier_key(record.id), address)

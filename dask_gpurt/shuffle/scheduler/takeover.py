@@ -145,12 +145,12 @@ class ShuffleTakeover:
             await self._ask_again(silent)
 
     async def _ask_again(self, silent: list[str]) -> None:
-        """A worker that is busy or was stopped may answer later; until then all shuffles are Dask's."""
+        """Ask these until they answer or leave: they may be busy, or stopped. Until then all shuffles are Dask's."""
         pause = PAUSE_SECONDS
         while silent:
             await asyncio.sleep(pause)
             pause = min(2 * pause, MOST_PAUSE_SECONDS)
-            if self._plugin is None or self.scheduler.plugins.get("shuffle") is not self._plugin:
+            if self.scheduler.plugins.get("shuffle") is not self._plugin:  # uninstalled
                 return
             # Absent: it has left. Another reason or none: it came again, and was asked anew.
             silent = await self._ask([a for a in silent if self.able.get(a, "").startswith(NO_ANSWER)])

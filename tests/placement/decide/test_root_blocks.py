@@ -135,7 +135,7 @@ def test_a_root_that_everybody_needs_belongs_to_nobody(monkeypatch: pytest.Monke
     assert not g.waits(tasks["shared"])
 
 
-def test_a_root_that_many_more_tasks_need_than_others_belongs_to_nobody() -> None:
+def test_a_root_that_many_blocks_share_belongs_to_nobody() -> None:
     """Its users are on several workers. In a block it would wait behind what its owner has to do."""
     shared = [Task(f"shared{i}", i) for i in range(2)]
     roots = [Task(f"r{i}", i + 2) for i in range(16)]
