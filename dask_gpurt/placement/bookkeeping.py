@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dask_gpurt.placement.decide import candidates
 from dask_gpurt.placement.decide.decision import Declined
 from dask_gpurt.placement.evaluate import governor_samples
-from dask_gpurt.placement.evaluate.decision_record import QUEUE
+from dask_gpurt.placement.evaluate.decision_record import QUEUE, TINY
 from dask_gpurt.placement.evaluate.governor import Standing
 from dask_gpurt.placement.tables.durations import BRIEF_SAMPLED, compute_seconds
 from dask_gpurt.placement.tables.link_samples import certain_inputs, learn_links
@@ -61,6 +61,8 @@ class Bookkeeping:
         self._on_retired = on_retired
         #: the newest task of which nothing is known that Dask does not know
         self.plain_key: Hashable = None
+        #: the newest root that was not queued because it is tiny
+        self.tiny_key: Hashable = None
         self._brief = 0
 
     # ------------------------------------------------------------------ every task
@@ -88,6 +90,8 @@ class Bookkeeping:
                 if (len(ws.processing) - len(ws.long_running) < ws.nthreads) is not info.free:
                     workers.refresh(info)
                 return
+        if key == self.tiny_key:
+            self._log.root(key, address, TINY)
         row = self._log.assigned(key, address, reason)
         if governor.standing is Standing.TRIAL and key in governor.open:
             governor_samples.report_moved(tables, governor, ts, ws)

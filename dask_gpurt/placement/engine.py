@@ -359,7 +359,7 @@ class Engine:
             return None
         ts = self.root_dispatch.pull_ahead(ws) if ahead else self.root_dispatch.pull(ws)
         if ts is not None:
-            self.log.group(ts.key, ws.address)
+            self.log.root(ts.key, ws.address)
         return ts
 
     def held(self, ts: TaskState) -> bool:

@@ -30,6 +30,13 @@ STOCK_REASONS: dict[str, str] = {
     "no candidate": "none of the workers that were looked at takes tasks, so Dask searched all of them",
     "bookkeeping retired": "placement's own bookkeeping had failed too often, so Dask's own rule decides",
 }
+#: kinds of decision about root tasks -> why the worker was chosen
+ROOTS: dict[str, str] = {
+    "root group": "that worker had begun the group of root tasks that are used together with it",
+    "root at home": "its input is there, and all the work on that takes less time than sending it",
+    "tiny root": "tasks like it take less time than the scheduler needs to queue them, so it was sent at once to the "
+    "worker of its group, or the least busy one",
+}
 #: why a worker was compared -> how that is said
 WHYS: dict[str, str] = {
     "holder": "has inputs",
@@ -86,7 +93,7 @@ class Explanation:
     """Why a task ran where it ran, and what came of it. Prints as text; `to_dict` gives plain values."""
 
     key: str
-    #: ``cost``, ``root group``, ``stock``, ``fallback``; ``scattered`` and ``waiting`` when nothing was decided
+    #: ``cost``, one of `ROOTS`, ``stock``, ``fallback``; ``scattered`` and ``waiting`` when nothing was decided
     kind: str
     #: why stock Dask decided; None when it did not
     reason: str | None
@@ -136,7 +143,7 @@ class Explanation:
 
     def _went(self) -> str:
         actual = self.actual
-        if self.kind in ("cost", "root group"):
+        if self.kind == "cost" or self.kind in ROOTS:
             if actual is None:
                 return f"It is to go to {self.chosen}"
             if actual["worker"] == self.chosen and actual["outcome"] in ("memory", "erred"):
@@ -151,8 +158,8 @@ class Explanation:
     def _why(self) -> str:
         if self.kind == "cost":
             return _compared(self)
-        if self.kind == "root group":
-            return "that worker had begun the group of root tasks that are used together with it"
+        if self.kind in ROOTS:
+            return ROOTS[self.kind]
         if self.kind == "fallback":
             return f"placement failed and stock Dask decided ({self.reason})"
         return STOCK_REASONS.get(self.reason or "", f"it was left to stock Dask ({self.reason})")
@@ -183,6 +190,7 @@ class Explanation:
 
     def _headline(self) -> str:
         how = {"cost": "placed by cost", "root group": "placed with its group", "stock": "left to stock Dask"}
+        how |= {"root at home": "placed where its input is", "tiny root": "sent without a queue"}
         how |= {"fallback": "fell back to stock Dask", "scattered": "scattered data", "waiting": "not assigned"}
         when = "" if self.time is None else time.strftime(" at %H:%M:%S", time.localtime(self.time))
         outcome = None if self.actual is None else self.actual["outcome"]

@@ -1,9 +1,9 @@
 """`DecisionLog`: the newest decisions. What was compared, what was chosen and why, and what came of it.
 
-The scheduler's event loop writes (`chosen`, `group`, `left`, `failed`, `assigned`, `finished`).
+The scheduler's event loop writes (`chosen`, `root`, `left`, `failed`, `assigned`, `finished`).
 `story`, `brief`, `matches` and `calibration` read. *Stock* means Dask's own choice.
 
-1. A decision adds a row: by cost, for the owner of a root group, or left to stock with the reason. When a decision
+1. A decision adds a row: by cost, for a root, or left to stock with the reason. When a decision
    fails, the seam adds a row for that, which replaces the incomplete one.
 2. When the task is assigned, the row of its key gets the worker. A task that is assigned without a row, or again
    without a new one, came from stock's queue and gets a row that says so.
@@ -42,6 +42,7 @@ from dask_gpurt.placement.evaluate.decision_record import (
     OUTCOME,
     QUEUE,
     REPORT,
+    ROOTS,
     SHADOW,
     STOCK,
     STOLEN_BYTES,
@@ -101,9 +102,9 @@ class DecisionLog:
         kind = SHADOW if shadow else COST
         self._add([key, kind, _time(), None, None, None, None, None, None, None, None, *packed])
 
-    def group(self, key: Hashable, address: str) -> None:
-        """Add a queued root task that goes to the owner of its block."""
-        self._add([key, GROUP, _time(), address, None, None, None, None, None, None, None])
+    def root(self, key: Hashable, address: str, kind: str = GROUP) -> None:
+        """Add a root task for which a worker was chosen, as one of the kinds `ROOTS`."""
+        self._add([key, kind, _time(), address, None, None, None, None, None, None, None])
 
     def left(self, key: Hashable, reason: str) -> None:
         """Add a decision that was left to stock on purpose."""
@@ -183,14 +184,14 @@ class DecisionLog:
         story: dict[str, Any] = {
             "key": str(row[KEY]),
             "kind": kind,
-            "reason": None if kind == GROUP or detail is None else str(detail),
+            "reason": None if kind in ROOTS or detail is None else str(detail),
             "time": row[TIME],
             "restricted": None,
             "workers": None,
             "inputs": None,
             "task": None,
             "candidates": [],
-            "chosen": detail if kind == GROUP else None,
+            "chosen": detail if kind in ROOTS else None,
             "predicted": None,
             "actual": decision_record.actual(row),
         }
@@ -214,7 +215,7 @@ class DecisionLog:
         if row is None:
             return None
         kind, detail = row[KIND], row[DETAIL]
-        if kind == GROUP:
+        if kind in ROOTS:
             return kind, detail, None
         if kind != COST:
             return kind, None, None

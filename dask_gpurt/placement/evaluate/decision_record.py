@@ -22,10 +22,14 @@ if TYPE_CHECKING:
 # The kinds of decision.
 COST = "cost"
 GROUP = "root group"
+#: a root that runs where its input is, see `decide.root_home`; and one that was not queued, see `decide.tiny_roots`
+HOME, TINY = "root at home", "tiny root"
 STOCK = "stock"
 #: what the cost would have chosen; stock, Dask's own choice, was followed
 SHADOW = "shadow"
 FALLBACK = "fallback"
+#: kinds whose detail is the address of the worker chosen
+ROOTS = (GROUP, HOME, TINY)
 #: reason of a row that only began when stock's queue assigned the task
 QUEUE = "queue"
 

@@ -33,6 +33,8 @@ from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
 from distributed.core import Status
 
+from dask_gpurt.placement.evaluate.decision_record import HOME
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
@@ -63,6 +65,7 @@ class RootQueue:
         self._waits, self._pull, self._pending = groups.waits, engine.pull, groups.__len__
         self._worth, self._held, self._stock = engine.worth, engine.held, engine.leaves_roots
         self._home, self._dispatch = dispatch.home, dispatch
+        self._log, self._books = engine.log, engine.books
         self._quiet, self._hungry = dispatch.quiet, dispatch.hungry
         self._first, self._takers = dispatch.first, dispatch.takers
         #: the task that becomes ready now
@@ -110,7 +113,11 @@ class RootQueue:
                 ):
                     if (ws := home or (self._choose(ts) if at_once else None)) is not None:
                         self._chosen.append(ws)
-                        self._dispatch.at_home += home is not None
+                        if home is None:
+                            self._books.tiny_key = key
+                        else:
+                            self._dispatch.at_home += 1
+                            self._log.root(key, ws.address, HOME)
                     elif not at_once and self._deal_soon():
                         return {key: "queued"}, {}, {}
             except Exception:
@@ -195,6 +202,8 @@ class RootQueue:
     def _send(self, ts: TaskState, ws: WorkerState, stimulus_id: str) -> bool:
         """Send a queued task to a worker, or to its `home`; False when it did not go."""
         home = self._ask(self._home, None, ts)
+        if home is not None:
+            self._log.root(ts.key, home.address, HOME)
         self._chosen.append(home or ws)
         try:
             self.scheduler.transitions({ts.key: "processing"}, stimulus_id)

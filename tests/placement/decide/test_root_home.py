@@ -152,6 +152,10 @@ def test_on_a_live_cluster() -> None:
         assert await c.gather(tasks) == [i for i in range(3) for _ in range(40)]
         assert plugin.statistics()["roots"]["at_home"] == len(tasks)
         for i, a in enumerate(arrays):
+            said = plugin.explain(tasks[40 * i + 7].key)
+            assert said is not None
+            assert (said["kind"], said["chosen"]) == ("root at home", workers[i].address)
+        for i, a in enumerate(arrays):
             assert s.tasks[a.key].who_has == {s.workers[workers[i].address]}
         plugin.uninstall()
 

@@ -309,17 +309,21 @@ def test_a_map_that_is_repeated_is_not_queued() -> None:
         s.validate = False
         plugin = await install(s)
         tiny = plugin.engine.root_dispatch.tiny
-        queued = []
+        queued, kinds = [], []
         for _ in range(3):
             futures = c.map(lambda i: i + 1, range(200), pure=False)
             assert sum(await c.gather(futures)) == 20100
             stories = [s.story(f.key) for f in futures]
             queued.append(sum(any("queued" in event for event in story) for story in stories))
             assert len({ws for f in futures for ws in s.tasks[f.key].who_has}) == len(workers)
+            said = [story for f in futures if (story := plugin.explain(f.key)) is not None]
+            kinds.append({story["kind"] for story in said if story["actual"]["outcome"] == "memory"})
             del futures
         assert queued[0] > 0
         assert queued[1:] == [0, 0]
         assert tiny.given == 400
+        assert "tiny root" not in kinds[0]
+        assert kinds[1:] == [{"tiny root"}, {"tiny root"}]
         plugin.uninstall()
 
     run()
