@@ -6,6 +6,7 @@ A file that is missing or cannot be read is no error, because containers hide ma
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import platform
@@ -176,13 +177,18 @@ def versions() -> dict[str, str]:
 def _installed(names: Sequence[str]) -> dict[str, str]:
     out = {"python": platform.python_version()}
     for name in names:
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        if version:  # metadata that was cut off has none
+        if version := _version(name):
             out[name] = version
     return out
+
+
+@functools.cache
+def _version(name: str) -> str | None:
+    """The installed version of a package when it was first asked for; what is installed later is not what runs."""
+    try:
+        return importlib.metadata.version(name)  # None where metadata was cut off
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def node_class(system: System, directory: str, gpus: Sequence[Gpu], versions: Mapping[str, str]) -> NodeClass:

@@ -206,7 +206,7 @@ def test_with_a_client_and_on_stock_workers(tmp_path: Path) -> None:
         Client(cluster) as client,
     ):
         x = client.submit(lambda: sum(range(1000)))
-        found = checkup(client, timeout=20)
+        found = checkup(client, timeout=120)
         assert x.result() == 499500
         assert {f.id for f in found} >= {"T6", "T10", "T11", "T12", "limits", "clock", "stack", "answer"}
         (answers,) = [f for f in found if f.id == "answer"]
