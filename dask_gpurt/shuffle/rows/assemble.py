@@ -54,6 +54,12 @@ _NUMBERS = frozenset(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8,
     "float64",
     "bool",
 }
+#: names of Arrow's dtypes of numbers in pandas
+_ARROW = frozenset(f"{kind}{bits}[pyarrow]" for kind in ("int", "uint") for bits in (8, 16, 32, 64)) | {
+    "float[pyarrow]",
+    "double[pyarrow]",
+    "bool[pyarrow]",
+}
 
 
 class Assembler:
@@ -185,6 +191,8 @@ def template(schema: pa.Schema, meta: pd.DataFrame) -> Template | None:
     notes = (schema.pandas_metadata or {}).get("index_columns", [])
     if len(notes) != 1 or not isinstance(notes[0], str) or notes[0] not in schema.names:
         return None
+    if schema_of(schema).dtypes.get(notes[0]) != str(frame.index.dtype):
+        return None  # a dtype with a mask, or Arrow's: numpy's only as long as there are no nulls
     index = schema.get_field_index(notes[0])
     fields = [i for i in range(len(schema)) if i != index]
     if [schema.names[i] for i in fields] != list(frame.columns) or not gather.is_plain(frame.index.dtype):
@@ -376,14 +384,17 @@ def _mark_missing(tables: list[pa.Table], schemas: Sequence[KnownSchema], meta: 
 def _note_masks(table: pa.Table, schemas: Sequence[KnownSchema]) -> pa.Table:
     """The first of some tables, whose notes count, with the common dtype of columns that have a mask in one of them.
 
-    Else what the first input has would say whether large integers beside nulls become floats, which cannot hold them.
+    Numbers of an Arrow dtype count as well. Else what the first input has would say whether large integers beside
+    nulls become floats, which cannot hold them.
     """
     kinds: dict[str, dict[str, None]] = {}
     for one in dict.fromkeys(schemas):
         for name, dtype in one.dtypes.items():
             kinds.setdefault(name, {})[dtype] = None
     for name, dtypes in kinds.items():
-        if len(dtypes) > 1 and not _MASKED.isdisjoint(dtypes) and dtypes.keys() <= _MASKED | _NUMBERS:
+        masks = [some for some in (_MASKED, _ARROW) if not some.isdisjoint(dtypes)]
+        # Of both kinds there is no common dtype but objects.
+        if len(dtypes) > 1 and len(masks) == 1 and dtypes.keys() <= masks[0] | _NUMBERS:
             common = str(functools.reduce(seam.common_dtype, map(pd.api.types.pandas_dtype, dtypes)))
             table = noted(table, {name}, common.lower(), common)
     return table

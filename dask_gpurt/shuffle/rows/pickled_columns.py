@@ -13,7 +13,8 @@ Whether Arrow holds a column is found per input partition. One partition may hav
 may need pickle and the next one not. Where an output joins such tables, the column is pickled in all of them.
 
 What Arrow takes and makes something else of is pickled, too (`_changed`): text beside bytes becomes bytes, moments
-beside dates become dates, times of a day lose their zones, and moments without a zone get that of others.
+beside dates become dates, times of a day lose their zones, moments without a zone get that of others, and moments and
+spans lose their nanoseconds.
 
 Values are pickled one by one, as rows of a column part. What refers to ``__main__`` goes by cloudpickle, as in Dask.
 """
@@ -176,7 +177,8 @@ def _changed(data: pd.DataFrame, table: pa.Table, fixed: frozenset[str]) -> tupl
         (is_a.is_binary, _has_text),
         (is_a.is_date, _has_moments),
         (is_a.is_time, _has_zones),
-        (is_a.is_timestamp, _has_zones_and_none),
+        (is_a.is_timestamp, _has_zones_and_none_or_nanoseconds),
+        (is_a.is_duration, _has_nanoseconds),
     )
     ways = {field.name: test for field in table.schema for of_type, test in tests if of_type(field.type)}
     unread = unreadable(table.schema)
@@ -214,12 +216,23 @@ def _has_zones(values: pd.Series | pd.Index) -> bool:
     return any(getattr(value, "tzinfo", None) is not None for value in values)
 
 
-def _has_zones_and_none(values: pd.Series | pd.Index) -> bool:
-    """Whether some moments have zones and others none: Arrow makes either of all."""
+def _has_zones_and_none_or_nanoseconds(values: pd.Series | pd.Index) -> bool:
+    """Whether some moments have zones and others none: Arrow makes either of all; or see `_has_nanoseconds`."""
     import pandas as pd
 
     moments = (value for value in values if isinstance(value, datetime.datetime) and value is not pd.NaT)
-    return len({moment.tzinfo is None for moment in moments}) > 1
+    return len({moment.tzinfo is None for moment in moments}) > 1 or _has_nanoseconds(values)
+
+
+def _has_nanoseconds(values: pd.Series | pd.Index) -> bool:
+    """Whether some moments or spans of pandas' have nanoseconds: Arrow's of objects have microseconds."""
+    import pandas as pd
+
+    return any(
+        (isinstance(value, pd.Timestamp) and value.nanosecond)
+        or (isinstance(value, pd.Timedelta) and value.nanoseconds)
+        for value in values
+    )
 
 
 def index_names(table: pa.Table) -> list[str]:
@@ -331,7 +344,8 @@ def _repickled(table: pa.Table, name: str) -> pa.Array:
     if of_objects and not (pa.types.is_floating(column.type) or isinstance(column.type, pa.BaseExtensionType)):
         values = column.to_pylist()
     else:
-        values = column.to_pandas().astype(object).array
+        # Integers beside nulls would become floats, which cannot hold all of them.
+        values = column.to_pandas(integer_object_nulls=True).astype(object).array
     return pa.array(_dumped(values, name), type=pa.large_binary())
 
 

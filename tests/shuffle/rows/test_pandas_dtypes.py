@@ -73,6 +73,11 @@ def test_categories_keep_their_time_zone(ordered: bool, known: bool) -> None:
         (pd.array([1, 2], "Int8"), pd.array([BIG, None], "Int64"), "Int64"),
         (np.array([True, False]), pd.array([True, None], "boolean"), "boolean"),
         (pd.array([5, None], "Int64"), np.array([1.5, np.nan]), "Float64"),
+        (np.array([BIG, 1]), pd.array([BIG, None], "int64[pyarrow]"), "int64[pyarrow]"),
+        (np.array([2**63, 1], "u8"), pd.array([2**63, None], "uint64[pyarrow]"), "uint64[pyarrow]"),
+        (pd.array([1, None], "int8[pyarrow]"), pd.array([BIG, None], "int64[pyarrow]"), "int64[pyarrow]"),
+        (np.array([1.5, np.nan]), pd.array([5, None], "double[pyarrow]"), "double[pyarrow]"),
+        (np.array([True, False]), pd.array([True, None], "bool[pyarrow]"), "bool[pyarrow]"),
     ],
 )
 def test_numbers_with_a_mask_in_some_partitions(first: object, second: object, want: str) -> None:
@@ -82,3 +87,21 @@ def test_numbers_with_a_mask_in_some_partitions(first: object, second: object, w
         out = shuffled(frames, frames[0].iloc[:0])[0]
         assert out["o"].dtype == want
         pd.testing.assert_series_equal(out["o"], pd.concat([one["o"] for one in frames]))
+
+
+@pytest.mark.parametrize(
+    ("first", "want"),
+    [
+        *((first, "Int64") for first in ("int64", "int8", "Int8", "Int64")),
+        *((first, "int64[pyarrow]") for first in ("int64", "int8", "int8[pyarrow]")),
+    ],
+)
+def test_levels_with_a_mask_that_the_meta_knows_nothing_of(first: str, want: str) -> None:
+    """Also where an output has no null."""
+    numbers = frame(pd.Index([1, 2, 3, 4], dtype=first))
+    masked = frame(pd.Index([BIG, None, 3, None], dtype=want))
+    for out in (*shuffled([numbers, masked]), *shuffled([masked, numbers], numbers.iloc[:0])):
+        assert out.index.dtype == want
+        assert set(out.index.dropna()) <= {1, 2, 3, 4, BIG}
+    for out in shuffled([masked], numbers.iloc[:0]):
+        assert out.index.dtype == want

@@ -79,6 +79,8 @@ CHANGED: dict[str, list[Any]] = {
     "dates and moments": [MOMENT.date(), MOMENT, None, MOMENT.date()],
     "times with a zone": [datetime.time(1, tzinfo=datetime.UTC), None, datetime.time(2), datetime.time(3)],
     "some with a zone": [MOMENT.replace(tzinfo=datetime.UTC), MOMENT, None, MOMENT],
+    "moments with nanoseconds": [pd.Timestamp(1), None, pd.NaT, pd.Timestamp(1001, tz="UTC")],
+    "spans with nanoseconds": [pd.Timedelta(1), None, pd.NaT, pd.Timedelta(1001)],
 }
 
 
@@ -140,6 +142,14 @@ def test_a_lambda_is_carried() -> None:
 def test_partitions_of_different_kinds(first: list[Any], second: list[Any]) -> None:
     check([frame(first), frame(second), frame(first)])
     check([frame(second), frame(first), frame(second)])
+
+
+@pytest.mark.parametrize("dtype", ["Int64", "int64[pyarrow]"])
+def test_large_integers_beside_nulls_stay_where_another_partition_has_text(dtype: str) -> None:
+    frames = [frame(["a", None, "b", "c"]), frame([1, 2, 3, 4]).assign(o=pd.array([2**62 + 1, None, 3, None], dtype))]
+    for some in (frames, frames[::-1]):
+        out = pd.concat(shuffled(some, frames[0].iloc[:0]))["o"]
+        assert [value for value in out if type(value) is int] == [2**62 + 1, 3]
 
 
 def test_columns_of_one_arrow_type_are_not_pickled() -> None:
