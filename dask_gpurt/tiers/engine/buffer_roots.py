@@ -38,7 +38,7 @@ logger = logging.getLogger("distributed.worker.gpurt")
 #: for a value whose size is not known, as in distributed's `safe_sizeof`
 UNKNOWN_BYTES: Final = 1_000_000
 
-#: frames that could not be looked into, of this process
+#: values that could not be looked into, of this process
 errors = 0
 #: types that are not looked into, looked up first: most results of tiny tasks are of them
 _PLAIN = frozenset({int, float, complex, bool, str, bytes, tuple, list, dict, set, frozenset, type(None)})
@@ -73,9 +73,20 @@ def require_number(key: Hashable, nbytes: Any) -> None:
 
 
 def roots_of(value: object, nbytes: int) -> tuple[Root, ...]:
-    """The roots of a value; never empty, each once. What its roots do not show of `nbytes` is a root of its own."""
+    """The roots of a value; never empty, each once. What its roots do not show of `nbytes` is a root of its own.
+
+    Does not raise: an entry without its memory in the books would stop eviction, and those that wait for its load.
+    """
     if type(value) in _PLAIN:
         return ((id(value), nbytes),)
+    try:
+        return _look_into(value, nbytes)
+    except Exception:  # a class of the user's, whose attributes raise or are something else
+        _count_error(value)
+        return ((id(value), nbytes),)
+
+
+def _look_into(value: object, nbytes: int) -> tuple[Root, ...]:
     if isinstance(value, np.ndarray):
         address, size = _array(value)
         return ((address, max(size, nbytes)),)  # an array of objects holds more than pointers
@@ -109,8 +120,6 @@ def _array(array: np.ndarray[Any, Any]) -> Root:
 
 def _parts(value: object) -> list[tuple[int, int, int]] | None:
     """(address, bytes, bytes of it that the value shows) of the large parts of a frame; None: it is none."""
-    global errors
-    kind = type(value).__qualname__
     module = type(value).__module__.partition(".")[0]
     if module not in ("pandas", "pyarrow") or module not in sys.modules:
         return None
@@ -128,13 +137,18 @@ def _parts(value: object) -> list[tuple[int, int, int]] | None:
             if size >= LEAST_BYTES:
                 out.append((address, size, shows))
     except Exception:  # a class of the user's, or a pandas that is made otherwise
-        errors += 1
-        if errors in (1, 100, 10_000):
-            # The traceback as text: a worker keeps its last records, and with the exception they would keep the value.
-            message = "a %s cannot be looked into: its sizeof counts (%d such values)\n%s"
-            logger.warning(message, kind, errors, traceback.format_exc())
+        _count_error(value)
         return None
     return out
+
+
+def _count_error(value: object) -> None:
+    global errors
+    errors += 1
+    if errors in (1, 100, 10_000):
+        # The traceback as text: a worker keeps its last records, and with the exception they would keep the value.
+        message = "a %s cannot be looked into: its sizeof counts (%d such values)\n%s"
+        logger.warning(message, type(value).__qualname__, errors, traceback.format_exc())
 
 
 def _pandas(value: Any) -> Iterator[Any]:

@@ -214,6 +214,11 @@ def read_value(handle: Handle, account: Account) -> tuple[Any, IoCost]:
     return retry(handle.load, account.codec)
 
 
+def will_pass(error: BaseException) -> bool:
+    """Whether a failed read says nothing about the copy: the process was short of memory, descriptors or the like."""
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _TRANSIENT)
+
+
 def retry(read: Callable[[_S], _T], argument: _S) -> _T:
     """Read; once more if the bytes were wrong (a bad bus heals), a few times if the system was short of something."""
     arenas.mark()

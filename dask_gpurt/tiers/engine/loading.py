@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from dask_gpurt.errors import CorruptData, LostData
 from dask_gpurt.model.events import Event, Sink
 from dask_gpurt.tiers.engine.entry import State
-from dask_gpurt.tiers.engine.io_threads import read_value, retry
+from dask_gpurt.tiers.engine.io_threads import read_value, retry, will_pass
 from dask_gpurt.tiers.storage.handle import DecodeError, error_kind, is_shared
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ class Loading:
         """
         entries = list(entries)
         for entry in entries:
+            if entry.load_error is not None and will_pass(entry.load_error):
+                entry.load_error = None  # of an earlier try, perhaps one ahead of its use
             if self._loadable(entry):
                 self._revive(entry)
         with await self._eviction.gate.admit(sum(e.nbytes for e in entries if self._loadable(e))):
@@ -124,7 +126,7 @@ class Loading:
             return
         if error is None:
             self._books.move(entry, "loaded", future.result()[0])
-        elif isinstance(error, (DecodeError, MemoryError)):
+        elif isinstance(error, DecodeError) or will_pass(error):
             # Not lost: the next read raises what the object's code raised, as with stock Dask.
             self._books.move(entry, "undecodable")
             entry.load_error = _without_values(error.__cause__ or error)
@@ -153,8 +155,8 @@ class Loading:
             return entry.value
         if entry.load_error is not None:
             error = entry.load_error
-            if isinstance(error, MemoryError):
-                entry.load_error = None  # the copy is good, and there may be memory for the next try
+            if will_pass(error):
+                entry.load_error = None  # the copy is good, and the next try may find what this one lacked
             raise _once_more(error)
         if entry.state is State.LOST or entry.handle is None:
             raise LostData(f"no valid copy of {entry.key!r} is left here")
@@ -166,9 +168,9 @@ class Loading:
                 value, cost = read_value(entry.handle, entry.account)
             except DecodeError as e:
                 raise (e.__cause__ or e) from None
-            except MemoryError:
-                raise
             except Exception as e:
+                if will_pass(e):
+                    raise
                 self._damaged(entry, e)
                 raise LostData(f"the last copy of {entry.key!r} could not be read: {e}") from e
             self._counters.read(cost)

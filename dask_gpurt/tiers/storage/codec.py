@@ -116,5 +116,6 @@ def _better_by_family(value: Any, looked_at: int = _ELEMENTS, depth: int = _DEPT
         flags = getattr(value, "flags", None)
         return flags is not None and not (getattr(flags, "c_contiguous", True) or getattr(flags, "f_contiguous", True))
     if module == "pyarrow.lib" and kind.__name__ in ("Table", "RecordBatch"):
-        return bool(value.get_total_buffer_size() > 1.1 * value.nbytes + 4096)
+        # Pickle forgets how many rows a table without columns has.
+        return bool(not value.num_columns or value.get_total_buffer_size() > 1.1 * value.nbytes + 4096)
     return False

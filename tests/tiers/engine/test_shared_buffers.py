@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 import os
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -65,6 +67,62 @@ def test_what_cannot_be_looked_into_is_counted() -> None:
     frame = Frame.__new__(Frame)
     assert roots_of(frame, 5000) == ((id(frame), 5000),)
     assert buffer_roots.errors == before + 1
+
+
+class BadArray(np.ndarray[Any, Any]):
+    @property
+    def nbytes(self) -> int:
+        raise RuntimeError("no size")
+
+
+class BadClass:
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError("no class")
+
+    @__class__.setter
+    def __class__(self, kind: Any) -> None: ...
+
+
+def dead_proxy() -> Any:
+    class Gone: ...
+
+    return weakref.proxy(Gone())
+
+
+def odd_values() -> list[Any]:
+    return [
+        np.arange(1000).view(BadArray).copy(),
+        *(type("Made", (), {"__module__": module})() for module in (None, 3, property(str))),
+    ]
+
+
+def test_whatever_a_value_raises_it_is_one_root() -> None:
+    for value in [*odd_values(), BadClass(), dead_proxy()]:
+        before = buffer_roots.errors
+        assert roots_of(value, 5000) == ((id(value), 5000),)
+        assert buffer_roots.errors == before + 1
+
+
+def test_values_that_cannot_be_looked_into_disturb_no_others(run_rig: Callable[..., None]) -> None:
+    async def test(rig: Rig) -> None:
+        odd = odd_values()
+        for i, value in enumerate(odd):
+            rig.store[i] = value
+        rig.store["a"], rig.store["b"] = np.ones(10_000), np.zeros(10_000)
+        rig.spill_all()
+        await rig.settle()
+        rig.engine.shrink(0)
+        assert "a" in rig.store.disk
+        assert "b" in rig.store.disk
+        del odd, value
+        entries = await asyncio.wait_for(rig.store.ensure([*range(4), "a", "b"]), 30)
+        assert rig.store["a"].sum() == 10_000
+        assert np.asarray(rig.store[0]).sum() == 499_500
+        rig.store.release(entries)
+        rig.engine.validate()
+
+    run_rig(test)
 
 
 def test_what_is_no_frame_is_no_error() -> None:

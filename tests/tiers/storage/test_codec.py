@@ -97,3 +97,14 @@ def test_a_list_that_holds_itself_is_still_written() -> None:
     got = again(ring)
     assert got[1] is got
     assert bytes(got[0]) == b"abc"
+
+
+def test_a_table_without_columns_keeps_its_rows() -> None:
+    """Pickle forgets them; Dask's own spilling does not."""
+    pa = pytest.importorskip("pyarrow")
+    table = pa.table({"a": range(10)}).select([])
+    batch = pa.record_batch({"a": range(10)}).select([])
+    for value in (table, table.slice(2, 3), batch):
+        assert again(value).num_rows == by_stock(value).num_rows == value.num_rows
+        assert again([value])[0].num_rows == value.num_rows
+    assert again(pa.table({})).num_rows == 0

@@ -356,6 +356,30 @@ def test_a_read_that_fails_once_is_tried_again(run_rig: RunRig, code: int, layou
 
 
 @every_layout
+def test_too_few_descriptors_to_read_are_not_a_loss(run_rig: RunRig, layout: str) -> None:
+    """Scattered data cannot be computed again. Stock's reader gets the error, and the next one the value."""
+    system = FaultyOs()
+
+    async def test(rig: Rig) -> None:
+        rig.store[0] = value(0)
+        rig.spill_all()
+        await rig.settle()
+        for i in range(20):
+            system.plan["preadv", system.calls.get("preadv", 0) + i] = OSError(errno.EMFILE, "x")
+        for _ in range(2):
+            entries = await asyncio.wait_for(rig.store.ensure([0]), 30)
+            with pytest.raises(OSError, match="x"):
+                rig.store[0]
+            rig.store.release(entries)
+            assert not rig.store.is_lost(0)
+        system.plan.clear()
+        await all_right(rig, 1)
+        assert rig.engine.counters.lost == 0
+
+    run_rig(test, os_layer=system, **LAYOUTS[layout])
+
+
+@every_layout
 def test_a_bit_that_flips_on_the_bus_once_heals(run_rig: RunRig, layout: str) -> None:
     system = FaultyOs()
 
