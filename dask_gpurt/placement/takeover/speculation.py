@@ -47,6 +47,8 @@ import weakref
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from dask_gpurt.model.wrapped import Wrapped
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
@@ -101,7 +103,7 @@ class Speculation:
         self._losers: dict[tuple[Hashable, str | None, int | None], None] = {}
         self._stock: dict[str, Callable[..., None]] = {}
         self._ours: dict[str, Callable[..., None]] = {}
-        self._remove: Callable[..., None] | None = None
+        self._removals: _Removals | None = None
 
     def install(self) -> None:
         """Override the handlers of finished and failed tasks, and the removal of replicas."""
@@ -134,22 +136,8 @@ class Speculation:
         self._stock = {"task-finished": finished, "task-erred": erred}
         self._ours = {"task-finished": task_finished, "task-erred": task_erred}
         handlers.update(self._ours)
-        remove = self.scheduler.request_remove_replicas
-
-        def request_remove_replicas(addr: str, keys: list[Any], *, stimulus_id: str) -> None:
-            kept = keys
-            if addr in self.per_worker:
-                try:
-                    needed = {d.key for c in self.copies.values() if c.address == addr for d in c.ts.dependencies}
-                    kept = [key for key in keys if key not in needed]
-                    self.counts["inputs kept"] += len(keys) - len(kept)
-                except Exception:
-                    self.guard.failed(part.name)
-            if kept:
-                remove(addr, kept, stimulus_id=stimulus_id)
-
-        self._remove = request_remove_replicas
-        self.scheduler.request_remove_replicas = request_remove_replicas
+        self._removals = _Removals(self.scheduler, self)
+        self._removals.install()
 
     def uninstall(self) -> None:
         """Cancel all copies and restore the scheduler's handlers. An override put over ours since is left."""
@@ -162,9 +150,9 @@ class Speculation:
             else:
                 logger.warning("the handler %s was overridden after placement took it over; left as it is", name)
         self._ours, self._stock = {}, {}
-        if vars(self.scheduler).get("request_remove_replicas") is self._remove and self._remove is not None:
-            del self.scheduler.request_remove_replicas
-        self._remove = None
+        if self._removals is not None:
+            self._removals.uninstall()
+            self._removals = None
         self._losers.clear()
 
     # ------------------------------------------------------------------ acting
@@ -341,3 +329,28 @@ class Speculation:
         self.copies.clear()
         self.per_worker.clear()
         self._losers.clear()
+
+
+class _Removals(Wrapped):
+    """``scheduler.request_remove_replicas``: inputs of running copies are left out."""
+
+    def __init__(self, scheduler: Scheduler, copies: Speculation) -> None:
+        self._copies = copies
+        super().__init__(scheduler, "request_remove_replicas")
+
+    def _wrap(self, stock: Callable[..., None]) -> Callable[..., None]:
+        copies = self._copies
+
+        def request_remove_replicas(addr: str, keys: list[Any], *, stimulus_id: str) -> None:
+            kept = keys
+            if self._active and addr in copies.per_worker:
+                try:
+                    needed = {d.key for c in copies.copies.values() if c.address == addr for d in c.ts.dependencies}
+                    kept = [key for key in keys if key not in needed]
+                    copies.counts["inputs kept"] += len(keys) - len(kept)
+                except Exception:
+                    copies.guard.failed(NAME)
+            if kept:
+                stock(addr, kept, stimulus_id=stimulus_id)
+
+        return request_remove_replicas

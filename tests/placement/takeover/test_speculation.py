@@ -421,6 +421,24 @@ async def test_inputs_of_a_copy_are_not_dropped_as_superfluous(
 
 
 @three
+async def test_an_override_of_removals_that_was_there_before_is_put_back(
+    c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker
+) -> None:
+    seen: list[str] = []
+
+    def theirs(addr: str, keys: list[Any], *, stimulus_id: str) -> None:
+        seen.append(addr)
+
+    s.request_remove_replicas = theirs
+    plugin = await started(s)
+    s.request_remove_replicas(b.address, ["key"], stimulus_id="test")
+    plugin.uninstall()
+    assert vars(s)["request_remove_replicas"] is theirs
+    assert seen == [b.address]
+    del s.request_remove_replicas
+
+
+@three
 async def test_patrol_finds_a_straggler(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
     plugin = await started(s)
     for w in (a, b, d):
