@@ -91,6 +91,7 @@ class Bookkeeping:
                     workers.refresh(info)
                 return
         if key == self.tiny_key:
+            self.tiny_key = None  # it may be assigned again, otherwise
             self._log.root(key, address, TINY)
         row = self._log.assigned(key, address, reason)
         if governor.standing is Standing.TRIAL and key in governor.open:

@@ -51,7 +51,15 @@ import itertools
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.placement.decide.root_cuts import beyond_even, by_input, by_priority, pays, serialises, share_out
+from dask_gpurt.placement.decide.root_cuts import (
+    beyond_even,
+    by_input,
+    by_priority,
+    pays,
+    serialises,
+    share_out,
+    unshared,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
@@ -60,10 +68,9 @@ if TYPE_CHECKING:
 
     from dask_gpurt.placement.decide.root_cuts import Member
 
-#: a root with more dependents than this is *shared*: it belongs to no block, and runs first, wherever there is a slot
+#: a root with more dependents than this is shared, as by `root_cuts.unshared`: it belongs to no block, and runs first,
+#: wherever there is a slot
 MAX_DEPENDENTS = 64
-#: so is one with more dependents than a block has roots, if that is so many times the median of the graph's roots
-SHARED = 4
 #: tasks that are looked at to cut the phases of one graph by the whole of it; phases beyond that are cut by themselves.
 #: With an array object for each variable of each file there may be hundreds
 LOOKED = 2**19
@@ -176,7 +183,7 @@ class RootBlocks:
             return
         workers = members()
         least = max(2, len(workers))
-        roots = _unshared(roots, len(roots) / least)
+        roots = unshared(roots, len(roots) / least)
         roots.sort(key=by_priority)
         now: list[Any] = []
         later: dict[Any, list[Any]] = {}
@@ -441,12 +448,3 @@ class RootBlocks:
         self._borders.clear()
         self._longest.clear()
         self._blocks = self._used_up = 0
-
-
-def _unshared(roots: list[TaskState], per_block: float) -> list[TaskState]:
-    """Roots without those that are shared by many blocks of so many roots, see `SHARED`."""
-    counts = [len(t.dependents) for t in roots]
-    if max(counts) <= per_block:  # of most graphs: nothing is sorted
-        return roots
-    most = max(per_block, SHARED * sorted(counts)[len(counts) // 2])
-    return [t for t, n in zip(roots, counts, strict=True) if n <= most]

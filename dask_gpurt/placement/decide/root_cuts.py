@@ -54,6 +54,8 @@ MAX_GROUP = 32
 SNAP = 0.1
 #: dependents of a root, and inputs of each of them, that are looked at for data to follow
 MAX_FOLLOWED, MAX_PARTNERS = 4, 8
+#: a root with more dependents than a block has roots is shared, if that is so many times the median of all roots
+SHARED = 4
 #: data with more copies than this is near every worker
 WIDE = 8
 #: inputs of a task that are looked at for the worker it will run on
@@ -361,3 +363,12 @@ def _ends(begin: int, end: int, weights: Sequence[float], borders: Sequence[int]
     if out:
         out[-1] = end
     return out
+
+
+def unshared(roots: list[TaskState], per_block: float) -> list[TaskState]:
+    """Roots without those that are shared by many blocks of so many roots, see `SHARED`."""
+    counts = [len(t.dependents) for t in roots]
+    if max(counts) <= per_block:  # of most graphs: nothing is sorted
+        return roots
+    most = max(per_block, SHARED * sorted(counts)[len(counts) // 2])
+    return [t for t, n in zip(roots, counts, strict=True) if n <= most]

@@ -392,9 +392,11 @@ def _note_masks(table: pa.Table, schemas: Sequence[KnownSchema]) -> pa.Table:
         for name, dtype in one.dtypes.items():
             kinds.setdefault(name, {})[dtype] = None
     for name, dtypes in kinds.items():
+        if len(dtypes) == 1:
+            continue
         masks = [some for some in (_MASKED, _ARROW) if not some.isdisjoint(dtypes)]
         # Of both kinds there is no common dtype but objects.
-        if len(dtypes) > 1 and len(masks) == 1 and dtypes.keys() <= masks[0] | _NUMBERS:
+        if len(masks) == 1 and dtypes.keys() <= masks[0] | _NUMBERS:
             common = str(functools.reduce(seam.common_dtype, map(pd.api.types.pandas_dtype, dtypes)))
             table = noted(table, {name}, common.lower(), common)
     return table

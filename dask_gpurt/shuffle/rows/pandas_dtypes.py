@@ -51,14 +51,13 @@ def of(table: pa.Table, meta: pd.DataFrame) -> tuple[pa.Table, Missing]:
     levels: dict[int, pd.Index] = {}
     names = index_names(table)
     known = len(names) == meta.index.nlevels and all(name in table.column_names for name in names)
-    notes = {note["field_name"]: note["numpy_type"] for note in (table.schema.pandas_metadata or {}).get("columns", ())}
     for i, name in enumerate(names if known else ()):
         at = table.schema.get_field_index(name)
         kind = table.schema.field(at).type
         dtype: Any = meta.index.get_level_values(i).dtype
         if not _is_of(kind, dtype):
             # The data may have a mask that the meta knows nothing of.
-            dtype = _noted(notes.get(name))
+            dtype = _noted(table.schema, name)
         if _is_of(kind, dtype):
             levels[i] = pd.Index(dtype.__from_arrow__(table.column(at).combine_chunks()), name=meta.index.names[i])
             # Arrow makes dicts of intervals, which cannot be in an index of several levels.
@@ -106,12 +105,16 @@ def _is_of(kind: pa.DataType, dtype: Any) -> bool:
     return bool(kind == pa.from_numpy_dtype(dtype.numpy_dtype))
 
 
-def _noted(name: str | None) -> Any:
-    """The dtype of a name in pandas' notes, if it is one of numbers with a mask or of Arrow."""
+def _noted(schema: pa.Schema, field: str) -> Any:
+    """The dtype that pandas' notes give a field, if it is one of numbers with a mask or of Arrow; else None."""
     import pandas as pd
 
+    notes = (schema.pandas_metadata or {}).get("columns", ())
+    named = [note["numpy_type"] for note in notes if note["field_name"] == field]
+    if not named:
+        return None
     try:
-        dtype = pd.api.types.pandas_dtype(name)
+        dtype = pd.api.types.pandas_dtype(named[0])
     except (TypeError, NotImplementedError):  # some names of Arrow's types cannot be read
         return None
     return dtype if isinstance(dtype, pd.ArrowDtype) or hasattr(dtype, "numpy_dtype") else None

@@ -177,7 +177,7 @@ def _changed(data: pd.DataFrame, table: pa.Table, fixed: frozenset[str]) -> tupl
         (is_a.is_binary, _has_text),
         (is_a.is_date, _has_moments),
         (is_a.is_time, _has_zones),
-        (is_a.is_timestamp, _has_zones_and_none_or_nanoseconds),
+        (is_a.is_timestamp, _has_moments_that_change),
         (is_a.is_duration, _has_nanoseconds),
     )
     ways = {field.name: test for field in table.schema for of_type, test in tests if of_type(field.type)}
@@ -216,8 +216,8 @@ def _has_zones(values: pd.Series | pd.Index) -> bool:
     return any(getattr(value, "tzinfo", None) is not None for value in values)
 
 
-def _has_zones_and_none_or_nanoseconds(values: pd.Series | pd.Index) -> bool:
-    """Whether some moments have zones and others none: Arrow makes either of all; or see `_has_nanoseconds`."""
+def _has_moments_that_change(values: pd.Series | pd.Index) -> bool:
+    """Whether Arrow changes some moments: it gives all a zone or none, and `_has_nanoseconds`."""
     import pandas as pd
 
     moments = (value for value in values if isinstance(value, datetime.datetime) and value is not pd.NaT)
