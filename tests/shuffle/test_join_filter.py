@@ -139,7 +139,9 @@ async def test_the_side_with_fewer_rows_filters_though_it_has_more_inputs(c, s, 
         }
         assert len(moved) > 10
         counted = sums(a, b)
-        assert counted["join_rows_dropped"] > 0.9 * 7 * 4000
+        # A worker may give its filter up by the processor time of its first inputs.
+        assert counted["join_rows_in"] >= 4000
+        assert counted["join_rows_dropped"] > 0.9 * counted["join_rows_in"]
         # Keys of the other side are collected until it is known which is the smaller.
         assert 60 <= counted["join_keys"] <= 60 + 2 * 4000
 
