@@ -153,6 +153,14 @@ class IoThreads:
         finally:
             self._end()
 
+    def run_on_loop(self, function: Callable[[*_Ts], _T], *args: *_Ts) -> _T:
+        """From another thread: run a function on the event loop, and wait for it. Never where the loop waits for us."""
+
+        async def call() -> _T:
+            return function(*args)
+
+        return asyncio.run_coroutine_threadsafe(call(), self.loop).result()
+
     def _begin(self) -> None:
         self.in_flight += 1
 

@@ -91,7 +91,7 @@ class _Keys(Collection["Key"]):
 
 
 class TieredStore(MutableMapping["Key", Any]):
-    """Task results of one worker, in memory and on disk. Use on the event loop's thread; reading also works elsewhere.
+    """Task results of one worker, in memory and on disk. Use on the event loop's thread; the mapping works elsewhere.
 
     Parameters
     ----------
@@ -154,6 +154,9 @@ class TieredStore(MutableMapping["Key", Any]):
             ``sizeof`` says something that is no number. distributed turns that into an error of the task; were it
             accepted here, its own sum of sizes would raise next and end the worker.
         """
+        if not self._engine.io.on_loop:  # a task has `get_worker().data`
+            self._engine.io.run_on_loop(self.__setitem__, key, value)
+            return
         old = self._entries.pop(key, None)
         if old is not None:
             self._remove(old)
@@ -192,6 +195,9 @@ class TieredStore(MutableMapping["Key", Any]):
         return value.get() if type(value) is Box else value
 
     def __delitem__(self, key: Key) -> None:
+        if not self._engine.io.on_loop:
+            self._engine.io.run_on_loop(self.__delitem__, key)
+            return
         entry = self._entries.pop(key, None)
         if entry is None:
             if self.successor is None:

@@ -304,6 +304,32 @@ def test_reading_from_another_thread(run_rig: RunRig) -> None:
     run_rig(test)
 
 
+def test_setting_and_deleting_from_another_thread(run_rig: RunRig) -> None:
+    """A task that keeps values of its own in ``get_worker().data``. Who hears of the moves expects the loop."""
+
+    async def test(rig: Rig) -> None:
+        rig.engine.log.listener = lambda key, after: heard.add(threading.get_ident())
+
+        def task() -> None:
+            for i in range(20):
+                rig.store[i] = value(i)
+            for i in range(5):
+                del rig.store[i]
+            with pytest.raises(KeyError):
+                del rig.store[0]
+
+        await asyncio.to_thread(task)
+        await rig.settle()
+        assert heard == {threading.get_ident()}
+        assert list(rig.store) == list(range(5, 20))
+        assert len(rig.store.slow) >= 10
+        assert all((rig.store[i] == i).all() for i in range(5, 20))
+        rig.validate()
+
+    heard: set[int] = set()
+    run_rig(test, budget=52_000)
+
+
 def test_reading_from_another_thread_what_comes_meanwhile(run_rig: RunRig) -> None:
     """The value was looked at first, then the state: None, as it was not here, was taken for the value."""
 
