@@ -9,6 +9,8 @@ import logging
 import os
 import random
 import resource
+import shutil
+import stat
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -207,13 +209,33 @@ def test_reserve(tmp_path: Any) -> None:
     disk.close()
 
 
-def test_folder_removed_under_us(run_rig: RunRig) -> None:
+@every_layout
+def test_folder_removed_under_us(run_rig: RunRig, layout: str) -> None:
+    """By a cleaner of temporary files, say. It is made again: else nothing could leave memory any more."""
+
     async def test(rig: Rig) -> None:
         rig.store[0] = value(0)
-        os.rmdir(rig.disk.directory)
+        shutil.rmtree(os.path.dirname(rig.disk.directory))  # with the worker's own folder
+        rig.spill_all()
+        await rig.settle()
+        assert len(rig.store.slow) == 1
+        assert stat.S_IMODE(os.stat(rig.disk.directory).st_mode) == 0o700
+        assert len(rig.disk.files()) == 1
+        np.testing.assert_array_equal(rig.store[0], value(0))
+
+    run_rig(test, **LAYOUTS[layout])
+
+
+def test_what_stands_in_place_of_the_folder_is_left_alone(run_rig: RunRig) -> None:
+    async def test(rig: Rig) -> None:
+        rig.store[0] = value(0)
+        os.rename(rig.disk.directory, rig.disk.directory + ".old")
+        os.mkdir(rig.disk.directory)
+        os.rmdir(rig.disk.directory + ".old")
         rig.spill_all()
         await rig.settle()
         assert len(rig.store.slow) == 0
+        assert rig.disk.files() == []
         np.testing.assert_array_equal(rig.store[0], value(0))
 
     run_rig(test)

@@ -24,6 +24,9 @@ ODD_FILESYSTEMS = {
 }
 
 
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
 class Quota:
     """Bytes spilled by one worker, to whichever folder. Thread-safe."""
 
@@ -76,7 +79,7 @@ class FolderDescriptor:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self.fd = os.open(path, _FOLDER)
         self._users = 0
         self._closed = False
         self._lock = threading.Lock()
@@ -85,6 +88,23 @@ class FolderDescriptor:
     def closed(self) -> bool:
         """No more use is allowed; some may not have ended."""
         return self._closed
+
+    def renew(self) -> bool:
+        """Make the folder again if it was deleted by somebody else; whether it was.
+
+        The number of the descriptor stays, so whoever has it uses the new folder from now on.
+        """
+        with self._lock:
+            if self._closed:
+                return False
+            try:
+                os.makedirs(self.path, mode=0o700)
+            except FileExistsError:
+                return False
+            fd = os.open(self.path, _FOLDER)
+            os.dup2(fd, self.fd, inheritable=False)
+            os.close(fd)
+            return True
 
     def __enter__(self) -> int:
         with self._lock:

@@ -211,9 +211,18 @@ class DiskTier:
         """
         views = [(part, [flat(b) for b in buffers]) for part, buffers in groups]
         total = sum(v.nbytes for _, part in views for v in part)
+        write = self._write_record if total < self._small_bytes else self._write_file
         try:
-            with self._folder:
-                return self._write_record(views) if total < self._small_bytes else self._write_file(views)
+            try:
+                with self._folder:
+                    return write(views)
+            except FileNotFoundError:
+                # Cleaners of temporary folders delete what looks old. Without a folder no value could leave memory any
+                # more, and a worker that is paused for its memory would stay so for good.
+                if not self._folder.renew():
+                    raise
+                with self._folder:
+                    return write(views)
         except TierFull:
             raise
         except OSError as e:
