@@ -1,10 +1,10 @@
 """What the name of an expression leaves out: `untold` finds it in the operands, `alike` compares two expressions by it.
 
 Dask leaves out, among others, the order of a dict, which is the order of an aggregation's columns; the unit of a
-timestamp; how text is stored; which column of a frame has which type; the columns of files, where pyarrow reads them;
-how an array of several dimensions lies in memory; and where a text in an array of objects ends. So an expression with
-such an operand is found again only by one with the same operand, made of the same expressions. The same goes for all
-that is built on it, as its name tells no more.
+timestamp; how text is stored; which column of a frame has which type; where pyarrow reads files, their columns, and
+that they were written again with the same size and time; how an array of several dimensions lies in memory; and where a
+text in an array of objects ends. So an expression with such an operand is found again only by one with the same
+operand, made of the same expressions. The same goes for all that is built on it, as its name tells no more.
 
 What a name may leave out is compared by its pickle. An operand that is pickled differently each time, or not at all,
 costs a lookup that finds nothing.
@@ -12,10 +12,12 @@ costs a lookup that finds nothing.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import datetime
 import decimal
 import functools
+import os
 import pickle
 import types
 from collections import OrderedDict
@@ -46,6 +48,8 @@ _PARTED = (functools.partial, Dict, DelayedLeaf, itemgetter)
 _SEQUENCES = frozenset((list, tuple, slice))
 #: attribute of an expression that is held: whether a name leaves out something of it (`has_untold`)
 _UNTOLD = "_gpurt_untold"
+#: what Dask knows of a data set -> see `_changes`
+_CHANGES = "_gpurt_changes"
 
 
 def untold(expression: Any) -> tuple[tuple[int, Any], ...]:
@@ -59,7 +63,7 @@ def untold(expression: Any) -> tuple[tuple[int, Any], ...]:
         if name == "_dataset_info_cache" and type(expression).__name__ == "ReadParquetPyarrowFS":
             # It is named by sizes and times of files, which may be the same after a column was renamed.
             schema = operand["schema"]
-            out.append((i, (schema, schema.metadata)))
+            out.append((i, (schema, schema.metadata, _changes(operand))))
             continue
         # The only empty frame that a user gives.
         if name in _MADE and (name, type(expression).__name__) != ("meta", "MapPartitions"):
@@ -88,6 +92,21 @@ def alike(found: Any, asked: Any) -> bool:
         return False
     pairs = zip(_made_of(found), _made_of(asked), strict=True)
     return all(one is other or not has_untold(one) for one, other in pairs)
+
+
+def _changes(data_set: dict[str, Any]) -> tuple[int, ...]:
+    """When each file of a data set was changed; none where they are elsewhere. Kept with what is known of them.
+
+    Fragments of pyarrow keep the smallest and largest values of their file. A file that was written again with the
+    time of the old one, as `cp -p` and `rsync -t` do, would be left out by a filter. Nobody can set this time back.
+    """
+    known: tuple[int, ...] | None = data_set.get(_CHANGES)
+    if known is None:
+        known = ()
+        with contextlib.suppress(OSError):  # on another file system
+            known = tuple(os.stat(file.path).st_ctime_ns for file in data_set.get("all_files", ()))
+        data_set[_CHANGES] = known
+    return known
 
 
 def _made_of(expression: Any) -> list[Any]:

@@ -212,3 +212,24 @@ def test_files_of_the_same_size_and_time(kept: held.HeldExpressions, tmp_path: P
         columns.reverse()
         gc.collect()
     assert kept.failed is None
+
+
+@pytest.mark.parametrize("filesystem", ["fsspec", "arrow"])
+def test_a_filter_on_files_of_the_same_size_and_time(
+    kept: held.HeldExpressions, tmp_path: Path, filesystem: str
+) -> None:
+    """Their values are other ones, and pyarrow knows the smallest and largest of each."""
+    kept.install()
+    file = tmp_path / "part.0.parquet"
+    sizes = set()
+    for first in (1, 5, 1):
+        pd.DataFrame({"a": [first, first + 1, first + 2, first + 3]}).to_parquet(file)
+        os.utime(file, ns=(10**18, 10**18))
+        sizes.add(file.stat().st_size)
+        assert len(dd.read_parquet(str(tmp_path), filesystem=filesystem).compute()) == 4
+        table = dd.read_parquet(str(tmp_path), filesystem=filesystem, filters=[("a", ">", 4)])
+        assert len(table.compute()) == first - 1
+        del table
+        gc.collect()
+    assert len(sizes) == 1
+    assert kept.failed is None
