@@ -114,6 +114,8 @@ def _checked(address: str, security: Security | dict[str, str] | None) -> tuple[
         if scheme == "inproc" and global_manager.get_listener_for(place) is None:
             raise no_answer(address, "nothing listens there in this process", "a cluster that is not closed")
         host, port = get_address_host_port(address) if scheme in _SOCKETS else ("", 0)
+        if host and not 0 < port < 1 << 16:
+            raise ValueError(f"port {port} is not one of 1 to 65535")  # else the system's OverflowError
     except ValueError as e:
         raise no_answer(address, str(e), "an address such as 'tcp://host:8786'") from e
     if scheme == "tls" and not _has_certificates(address, security):

@@ -42,6 +42,22 @@ def test_one_key_is_explained() -> None:
     assert "one key is explained at a time, got 2" in got.output
 
 
+@pytest.mark.parametrize("command", ["explain", "where"])
+def test_an_address_alone_is_no_key(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DASK_SCHEDULER_ADDRESS", raising=False)
+    got = CliRunner().invoke(gpurt, [command, "tcp://host:1"])
+    assert got.exit_code == 2
+    assert "'tcp://host:1' is an address; name a KEY after it" in got.output
+
+
+@pytest.mark.parametrize("port", ["0", "65536"])
+def test_a_port_that_none_has(port: str) -> None:
+    got = CliRunner().invoke(gpurt, ["status", f"tcp://127.0.0.1:{port}"])
+    assert isinstance(got.exception, SystemExit), got.exception
+    assert got.exit_code == 1
+    assert f"port {port} is not one of 1 to 65535. Remedy: an address such as" in got.output
+
+
 def test_wrong_input_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise ValueError("no worker x. Must be an address or a name")
