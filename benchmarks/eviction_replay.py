@@ -181,9 +181,15 @@ class Ours:
 def moved(events: Sequence[TraceEvent]) -> Moved:
     """What was really written and read."""
     out = Moved()
-    for _, kind, _number, argument in events:
-        if kind == "write":
+    compared: set[int] = set()
+    for _, kind, number, argument in events:
+        if kind == "compare":
+            compared.add(number)
+        elif kind == "same":
+            compared.discard(number)
+        elif kind == "write" or (kind == "written" and number in compared):
             out.written_bytes += argument
+            compared.discard(number)
         elif kind in _READS:
             out.read_bytes += argument
     return out

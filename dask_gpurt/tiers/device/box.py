@@ -65,13 +65,14 @@ class BoxKeeper(Protocol):
 
 
 class Box:
-    """One device value. Fields are read and written under `lock`, but for `pins`, `last_use` and `next_use`."""
+    """One device value. Fields are read and written under `lock`, but for `pins`, `lent`, `last_use` and `next_use`."""
 
     __slots__ = (
         "blocks",
         "handle",
         "key",
         "last_use",
+        "lent",
         "lock",
         "lost",
         "nbytes",
@@ -97,6 +98,8 @@ class Box:
         self.handle: Handle | None = None
         #: running tasks that need it on the device; changed on the event loop only
         self.pins = 0
+        #: a task had it on the device, and may have changed it: a copy made before that counts no more
+        self.lent = False
         #: serial number of the last use
         self.last_use = 0
         #: see `victims.soonest_use`
@@ -110,6 +113,11 @@ class Box:
     def get(self) -> Any:
         """The value, on the device. Blocks when it has to be brought there."""
         return self.space.load(self)
+
+    @property
+    def clean(self) -> bool:
+        """It has a copy below that is certainly the same."""
+        return self.handle is not None and not self.lent
 
     @property
     def in_memory(self) -> bool:

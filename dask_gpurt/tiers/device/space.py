@@ -254,7 +254,7 @@ class DeviceSpace:
         free: list[Box] = []
         rest: list[Box] = []
         for box in self._victims():
-            (rest if box.handle is None else free).append(box)
+            (free if box.clean else rest).append(box)
         left = self._leave_of(free, nbytes, for_allocation)
         if held and left < nbytes:
             left += self._leave_held(nbytes - left, for_allocation)
@@ -303,7 +303,7 @@ class DeviceSpace:
             use = box.next_use()
             # Farthest first; unknown ones come after known-far and before known-near ones only by their age.
             far = tuple(-x for x in use) if use is not None else (-math.inf,)
-            return (box.handle is None, use is None, far, box.last_use)
+            return (not box.clean, use is None, far, box.last_use)
 
         able = [b for b in self._all() if b.state is BoxState.DEVICE and not b.pins and not b.unspillable]
         return sorted(able, key=order)
@@ -321,7 +321,11 @@ class DeviceSpace:
             Bytes that kept values are less, and that the allocator got back; 0 where it could not be copied.
         """
         event = "drop"
-        if box.handle is None:
+        if not box.clean:
+            # To compare the old copy would take a copy to the host, too.
+            old, box.handle, box.lent = box.handle, None, False
+            if old is not None:
+                old.free()
             self._move(box, "copy")
             try:
                 box.handle = self.copies.write(box)

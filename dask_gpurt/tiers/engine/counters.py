@@ -53,6 +53,8 @@ class Counters:
     sync_reads: int = 0
     #: evictions that needed no write
     clean_drops: int = 0
+    #: values that a task had got, and that were found to be what their copy is: not written again
+    unchanged: int = 0
     #: copies with a wrong length or checksum
     checksum_failures: int = 0
     #: stored values that could not be read back
@@ -114,6 +116,7 @@ class Counters:
         out.update(
             sync_reads=self.sync_reads,
             clean_drops=self.clean_drops,
+            unchanged=self.unchanged,
             checksum_failures=self.checksum_failures,
             lost=self.lost,
             decode_errors=self.decode_errors,

@@ -6,7 +6,7 @@ Every value kept by the engine is an `Entry`, in exactly one `State`:
 state       value in memory                         on disk     counted as
 ==========  ======================================  ==========  ===============
 RESIDENT    yes                                     maybe       resident
-MOVING      yes, an I/O thread is writing it        not yet     resident, moving
+MOVING      yes, an I/O thread is writing it        maybe       resident, moving
 STORED      no                                      yes         stored
 LOADING     no, an I/O thread is reading it         yes         loading, stored
 LOST        no                                      no          nothing
@@ -15,8 +15,9 @@ LOST        no                                      no          nothing
 Moves are looked up in `TABLE`, and `Books.move` alone makes them. A pair that is not in the table raises `IllegalMove`
 with the story of the key.
 
-Values are immutable by contract, as everywhere in Dask. So a disk copy stays valid after the value was loaded, and a
-RESIDENT entry that has one (*clean*) leaves memory for free.
+A disk copy stays valid after the value was loaded, and a RESIDENT entry that has one (*clean*) leaves memory for free.
+Until a task gets the value: it may change it in place. Dask forbids that, but with its own spilling the change stays,
+as the file goes when it is read. Here the value is then *lent*, and its copy is compared with it before it counts.
 
 Removal is not a state. An entry that is taken out while an I/O thread works on it is flagged `gone`, and the end of the
 I/O cleans up. `generation` numbers the I/O of an entry, so that the late end of an abandoned read is recognised.
@@ -69,6 +70,8 @@ class ReadAhead(enum.StrEnum):
 TABLE: dict[tuple[State, str], State] = {
     (State.RESIDENT, "write"): State.MOVING,
     (State.RESIDENT, "drop"): State.STORED,  # it has a clean copy
+    (State.RESIDENT, "compare"): State.MOVING,  # it was lent: its copy may be the same, or it is written
+    (State.MOVING, "same"): State.STORED,
     (State.MOVING, "written"): State.STORED,
     (State.MOVING, "kept"): State.RESIDENT,  # written, but in use by now: it is clean
     (State.MOVING, "write-failed"): State.RESIDENT,
@@ -182,6 +185,8 @@ class Entry:
     gone: bool = False
     #: a copy of a twin may be of the object as it was before the task of this key changed it
     apart: bool = False
+    #: a task got the value after the copy was made, or while it is being made: it may differ; see the module
+    lent: bool = False
     #: it could not be encoded; stays in memory for good
     unspillable: bool = False
     #: writes that failed in a row
@@ -228,8 +233,8 @@ class Entry:
 
     @property
     def clean(self) -> bool:
-        """In memory, with a copy below: dropping it costs nothing."""
-        return self.state is State.RESIDENT and self.handle is not None
+        """In memory, with a copy below that is certainly the same: dropping it costs nothing."""
+        return self.state is State.RESIDENT and self.handle is not None and not self.lent
 
 
 class EventLog:

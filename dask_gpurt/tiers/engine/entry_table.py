@@ -30,8 +30,10 @@ logger = logging.getLogger("distributed.worker.gpurt")
 #: values that are brought into the order of victims in one turn of the loop, 4 us each
 ORDERED_AT_ONCE = 2000
 _BELOW = (State.STORED, State.LOADING)
-#: events that end the stay of a value in memory, or its way there
-_LEAVES = frozenset({"write", "drop", "damaged", "undecodable"})
+#: events that end the stay of a value in memory
+_DEPARTS = frozenset({"write", "compare", "drop"})
+#: and its way there
+_LEAVES = _DEPARTS | {"damaged", "undecodable"}
 
 
 def _prefetch_ended(entry: Entry, outcome: ReadAhead) -> None:
@@ -79,7 +81,7 @@ class Books:
             if of is None or of.apart or of.value is not value:
                 entry.apart = True
             elif of.handle is not None:
-                entry.handle = another(of.handle)
+                entry.handle, entry.lent = another(of.handle), of.lent
         self.log.append(key, None, "add", State.RESIDENT)
         if self.ordered:
             self.victims.add(entry)
@@ -106,10 +108,18 @@ class Books:
                 else:
                     self.offer(twin)
 
+    def lend(self, entry: Entry) -> None:
+        """A task gets a value that is in memory, and with it all that share its memory."""
+        for one in {e for block in entry.blocks for e in block.entries}:
+            one.lent = True
+            if one in self.victims:
+                self.victims.discard(one)
+                self.offer(one)  # among those that are not clean
+
     def disown_copy(self, handle: Handle) -> int:
         """It is no good: values in memory with a claim on it are without a copy now. How many; free it so often."""
         # Names of one object that were read back are objects of their own. So all are looked at; damage is rare.
-        owners = [e for e in self.entries if e.handle is handle and e.state is State.RESIDENT]
+        owners = [e for e in self.entries if e.handle is handle and e.in_memory]
         for entry in owners:
             entry.handle = None
             self.victims.discard(entry)
@@ -174,7 +184,7 @@ class Books:
     def move(self, entry: Entry, event: str, value: object = None) -> None:
         """Change the state of an entry, and with it all byte counts. `value`: what came to memory."""
         if entry.prefetched and event in _LEAVES:
-            self.on_prefetch_end(entry, ReadAhead.EARLY if event in ("write", "drop") else ReadAhead.WASTED)
+            self.on_prefetch_end(entry, ReadAhead.EARLY if event in _DEPARTS else ReadAhead.WASTED)
         before = entry.state
         after = next_state(entry, event, self.log)
         was, is_ = entry.in_memory, after in (State.RESIDENT, State.MOVING)
@@ -239,7 +249,9 @@ class Books:
         """Make it a victim if it may be one."""
         if not self.ordered or entry.gone or entry.pins or entry.state is not State.RESIDENT:
             return
-        if entry.handle is None and (entry.unspillable or entry.resting):
+        if not entry.clean and (entry.unspillable or entry.resting):
+            return
+        if entry.lent and entry.readers:  # an abandoned read is at work on the copy, which may have to go
             return
         self.victims.add(entry)
 
@@ -317,5 +329,5 @@ class Books:
             if e in self.victims:
                 assert may_go, story
             elif may_go and self.ordered and not self.unordered:
-                assert e.handle is None, story
-                assert e.unspillable or e.resting, story
+                assert not e.clean, story
+                assert e.unspillable or e.resting or (e.lent and e.readers), story

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from dask_gpurt.tiers.engine.entry import Entry
     from dask_gpurt.tiers.engine.entry_table import Books
     from dask_gpurt.tiers.engine.io_threads import IoThreads
+    from dask_gpurt.tiers.storage.handle import Handle
     from dask_gpurt.tiers.storage.protocol import StorageTier
 
 logger = logging.getLogger("distributed.worker.gpurt")
@@ -278,9 +279,10 @@ class Eviction:
         self._shrink_bytes = max(0, self._shrink_bytes - entry.nbytes)
 
     def _start_write(self, entry: Entry) -> None:
-        self._books.move(entry, "write")
+        self._books.move(entry, "write" if entry.handle is None else "compare")
         self._shrunk(entry)
         entry.generation += 1
+        entry.lent = False
         self._writes += 1
         self._io.write(entry, self._tier, self._written)
 
@@ -292,27 +294,39 @@ class Eviction:
                 self._write_failed(entry, error)
         else:
             handle, cost = future.result()
-            self._counters.written(cost)
-            self._tier_rest.failures = 0
-            entry.failures = 0
-            if entry.gone:
-                self._io.free(handle)
+            if handle is None:
+                self._counters.unchanged += 1
             else:
-                entry.handle = handle
-                self._books.share_copy(entry)
-                if entry.pins:
-                    self._books.move(entry, "kept")
-                else:
-                    self._books.move(entry, "written")
-                    _forget_value(entry)
-                if self.on_copy is not None:
-                    self.on_copy(entry)
+                self._counters.written(cost)
+                self._tier_rest.failures = 0
+            entry.failures = 0
+            if not entry.gone:
+                self._has_copy(entry, handle)
+            elif handle is not None:
+                self._io.free(handle)
         self.balance()
         self.gate.wake()
+
+    def _has_copy(self, entry: Entry, handle: Handle | None) -> None:
+        """A value was written, or is what its copy is (None)."""
+        if handle is not None:
+            old, entry.handle = entry.handle, handle
+            if old is not None:
+                self._io.free(old)
+            self._books.share_copy(entry)
+        # Lent: to a task of its own, or of another key of the same memory, while it was being written.
+        if entry.pins or entry.lent or entry.handle is None:
+            self._books.move(entry, "kept")
+        else:
+            self._books.move(entry, "same" if handle is None else "written")
+            _forget_value(entry)
+        if handle is not None and self.on_copy is not None:
+            self.on_copy(entry)
 
     # ------------------------------------------------------------------ failing
 
     def _write_failed(self, entry: Entry, error: BaseException) -> None:
+        entry.lent = entry.handle is not None  # what copy it has is not compared
         # What keeps it from being chosen again is set before the move, which offers it as a victim.
         if isinstance(error, EncodeError):
             entry.unspillable = True

@@ -22,7 +22,7 @@ from distributed.threadpoolexecutor import ThreadPoolExecutor
 
 from dask_gpurt.errors import CorruptData
 from dask_gpurt.memory.arenas import arenas
-from dask_gpurt.tiers.storage.handle import EncodeError, Handle, IoCost
+from dask_gpurt.tiers.storage.handle import EncodeError, Handle, IoCost, is_copy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -71,9 +71,12 @@ class IoThreads:
         return threading.get_ident() == self._thread_id
 
     def write(self, entry: Entry, tier: StorageTier, done: Callable[[Entry, int, Future[Any]], None]) -> None:
-        """Encode and write the value of an entry; ``done(entry, generation, future of (handle, cost))`` on the loop."""
+        """Encode and write the value of an entry; ``done(entry, generation, future of (handle, cost))`` on the loop.
+
+        The handle is None where it has a copy already, and this is found to be the same.
+        """
         account = entry.account
-        self._submit(self._writers, done, entry, _write, tier, account, entry.value, account.parts(entry))
+        self._submit(self._writers, done, entry, _write, tier, account, entry.value, account.parts(entry), entry.handle)
 
     def read(self, entry: Entry, done: Callable[[Entry, int, Future[Any]], None]) -> None:
         """Read and decode the copy of an entry; ``done(entry, generation, future of (value, cost))`` on the loop."""
@@ -203,7 +206,9 @@ def _free(handles: Sequence[Handle]) -> None:
         raise error
 
 
-def _write(tier: StorageTier, account: Account, value: object, parts: Sequence[int] | None) -> tuple[Handle, IoCost]:
+def _write(
+    tier: StorageTier, account: Account, value: object, parts: Sequence[int] | None, copy: Handle | None
+) -> tuple[Handle | None, IoCost]:
     start = time.perf_counter()
     arenas.mark()
     try:
@@ -213,6 +218,8 @@ def _write(tier: StorageTier, account: Account, value: object, parts: Sequence[i
     except Exception as e:
         raise EncodeError from e
     middle = time.perf_counter()
+    if copy is not None and is_copy(copy, groups):
+        return None, IoCost(0, time.perf_counter() - middle, middle - start)
     handle = tier.write(groups)
     return handle, IoCost(handle.nbytes, time.perf_counter() - middle, middle - start)
 

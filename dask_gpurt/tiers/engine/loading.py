@@ -10,6 +10,7 @@ informed. An object whose own code raises is not lost: the caller gets what it r
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import logging
 import traceback
@@ -123,6 +124,7 @@ class Loading:
             self._counters.read(future.result()[1])
         if entry.gone or generation != entry.generation:
             self.free_when_idle(entry)
+            self._books.offer(entry)
             return
         if error is None:
             self._books.move(entry, "loaded", future.result()[0])
@@ -152,6 +154,7 @@ class Loading:
             return self._get_elsewhere(entry)
         if entry.state is State.RESIDENT or entry.state is State.MOVING:
             self._books.touch(entry)
+            self._hand_out(entry)
             return entry.value
         if entry.load_error is not None:
             error = entry.load_error
@@ -161,6 +164,7 @@ class Loading:
         if entry.state is State.LOST or entry.handle is None:
             raise LostData(f"no valid copy of {entry.key!r} is left here")
         if self._revive(entry):
+            self._hand_out(entry)
             return entry.value
         self._counters.sync_reads += 1
         with self._counters.loop_time:
@@ -180,14 +184,23 @@ class Loading:
             if was_loading:
                 wake(entry)
             self._books.touch(entry)
+            self._hand_out(entry)
             self._eviction.balance()
         return value
+
+    def _hand_out(self, entry: Entry) -> None:
+        # What reads by itself (`client.run`) may change the value. A task has it pinned, and was lent it by its name.
+        if not entry.pins and (entry.handle is not None or entry.state is State.MOVING):
+            self._books.lend(entry)
 
     def _get_elsewhere(self, entry: Entry) -> Any:
         # Called by user code in a task's thread: change no books. The value may come, or go, between any two lines. So
         # None is believed only of a value without a copy: one that came meanwhile, or went, has one, or is `gone`.
         value = entry.value
         if value is not None:
+            if entry.handle is not None:
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    self._io.loop.call_soon_threadsafe(self._hand_out, entry)
             return value
         handle = entry.handle
         if handle is None:

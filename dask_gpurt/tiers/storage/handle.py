@@ -73,6 +73,12 @@ def another(handle: Handle) -> Handle | None:
     return None if again is None else again()
 
 
+def is_copy(handle: Handle, groups: Sequence[Group]) -> bool:
+    """Whether a copy is of these frames, without reading it; False where a tier cannot tell. In an I/O thread."""
+    same = getattr(handle, "is_of", None)
+    return same is not None and bool(same(groups))
+
+
 def is_shared(handle: Handle) -> bool:
     """Whether several have a claim on a copy."""
     claims: list[int] = getattr(handle, "claims", [1])

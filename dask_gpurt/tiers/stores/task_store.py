@@ -113,6 +113,8 @@ class TieredStore(MutableMapping["Key", Any]):
         self._engine = engine
         self._entries: dict[Key, Entry] = {}
 
+        self._renames = renames
+
         def renamed(entry: Entry) -> Entry | None:
             of = renames(entry.key)
             return None if of is None else self._entries.get(of)
@@ -293,6 +295,19 @@ class TieredStore(MutableMapping["Key", Any]):
             self.release(entries)
             raise
         return entries
+
+    def lend(self, key: Key, entries: Iterable[Entry]) -> None:
+        """The task of a key gets these, and may change them in place. One that only gives another name does not."""
+        for entry in entries:
+            # Most have no copy, and none is being made: there is nothing that could become wrong.
+            if entry.handle is None and entry.state is not State.MOVING and type(entry.value) is not Box:
+                continue
+            if self._renames(key) is not None:
+                return
+            if type(entry.value) is Box:
+                entry.value.lent = True
+            elif entry.in_memory:
+                self._engine.books.lend(entry)
 
     async def _bring(self, entry: Entry) -> None:
         """Bring a value to the device. What fails here fails again, and is reported, where the value is read."""

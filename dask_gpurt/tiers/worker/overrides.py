@@ -139,6 +139,7 @@ class Execute(Override):
                 pinned = await parts.inputs.bring(key)
                 if parts.inputs.must_return(key):
                     return RescheduleEvent(key=key, stimulus_id=f"gpurt-inputs-missing-{time()}")
+                parts.store.lend(key, pinned)
             except Exception:
                 self._failed("inputs")
             retry = self.retry_alone

@@ -52,6 +52,7 @@ class SmallTasks:
             if not ts.dependencies:
                 return []
             entries: list[Entry] = []
+            copied = False
             nbytes = 0
             entry_of = self._store.entry
             for d in ts.dependencies:
@@ -59,8 +60,11 @@ class SmallTasks:
                 if entry is not None:
                     entries.append(entry)
                     nbytes += entry.nbytes
+                    copied = copied or entry.handle is not None
             if nbytes >= least:
                 return None
+            if copied:
+                self._store.lend(key, entries)
         except Exception:
             self._guard.failed("execute", "small task")
             return None

@@ -80,6 +80,23 @@ def test_more_than_the_limit_leaves_and_comes_back(times: int, tmp_path: Path) -
     rig.space.close()
 
 
+def test_what_a_task_changed_in_place_leaves_with_the_change(tmp_path: Path) -> None:
+    size = 100 * KB
+    rig = Rig(tmp_path, 4 * size)
+    [box] = rig.fill(1, size)
+    assert rig.space.spill(size)
+    used = rig.slabs.used_bytes
+    box.get().array()[:] = 7
+    box.lent = True
+    assert not box.clean
+    assert rig.space.spill(size)
+    assert box.state is BoxState.BELOW
+    assert rig.slabs.used_bytes == used  # the old copy is gone
+    assert (box.get().array() == 7).all()
+    rig.space.validate()
+    rig.space.close()
+
+
 def test_blocks_first_then_the_disk(tmp_path: Path) -> None:
     size = 100 * KB
     rig = Rig(tmp_path, 4 * size, blocks=512 * KB)  # four values of seven blocks each

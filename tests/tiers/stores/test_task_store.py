@@ -149,8 +149,8 @@ def test_pinned_while_moving_is_kept_with_its_copy(run_rig: RunRig) -> None:
         rig.store["a"] = value(1)
         rig.spill_all()
         assert rig.engine.states()["moving"] == 1
-        assert (rig.store["a"] == 1).all(), "readable while it is written"
         pinned = await asyncio.wait_for(rig.store.ensure(["a"]), 30)  # does not wait for the write
+        assert (rig.store["a"] == 1).all(), "readable while it is written"
         slow.gate.set()
         await rig.settle()
         assert pinned[0].clean

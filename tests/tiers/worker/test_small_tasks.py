@@ -17,7 +17,7 @@ class Case:
     """A worker of one thread and 640 MB with one task, which reads one value; ten MB are little."""
 
     def __init__(self, nbytes: int) -> None:
-        self.entry = SimpleNamespace(nbytes=nbytes, in_memory=True)
+        self.entry = SimpleNamespace(nbytes=nbytes, in_memory=True, handle=None)
         self.pinned: list[Any] = []
         self.eviction = SimpleNamespace(pressed=False)
         task = SimpleNamespace(prefix="a", dependencies=[SimpleNamespace(key="input")])

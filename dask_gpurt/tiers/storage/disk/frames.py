@@ -61,6 +61,12 @@ class Frame:
     #: bytes when expanded
     nbytes: int
 
+    def is_of(self, view: memoryview) -> bool:
+        """Whether it holds these bytes, by its checksum."""
+        digest = xxhash.xxh3_64(view)
+        digest.update(_ZEROS[: self.extent_bytes - self.stored_bytes])
+        return digest.intdigest() == self.digest
+
 
 class FrameWriter:
     """Streams frames to a file, beginning at `start`.

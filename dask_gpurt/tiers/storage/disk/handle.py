@@ -11,12 +11,15 @@ import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dask_gpurt.model import compression
+from dask_gpurt.tiers.storage.codec import flat
 from dask_gpurt.tiers.storage.handle import IoCost, decoded
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from dask_gpurt.tiers.storage.disk.frames import Frame
     from dask_gpurt.tiers.storage.disk.segments import Record
-    from dask_gpurt.tiers.storage.handle import Codec
+    from dask_gpurt.tiers.storage.handle import Codec, Group
 
 
 class Disk(Protocol):
@@ -82,6 +85,15 @@ class DiskHandle:
         ]
         nbytes = sum(f.stored_bytes for f in frames) if part is not None else self.nbytes
         return buffers, IoCost(nbytes, middle - start, time.perf_counter() - middle)
+
+    def is_of(self, groups: Sequence[Group]) -> bool:
+        """Whether it is a copy of these frames, by their checksums; False for one that is compressed."""
+        frames = self.frames
+        parts = [(part, flat(buffer)) for part, buffers in groups for buffer in buffers]
+        return len(parts) == len(frames) and all(
+            not f.codec and (f.part, f.nbytes) == (part, view.nbytes) and f.is_of(view)
+            for f, (part, view) in zip(frames, parts, strict=True)
+        )
 
     def again(self) -> DiskHandle:
         """One more claim: it takes one more `free` until the copy goes."""

@@ -68,6 +68,10 @@ class ObjectHandle:
         buffers = self.store.read(self, frames)
         return buffers, IoCost(sum(f.nbytes for f in frames), time.perf_counter() - start, 0.0)
 
+    def is_of(self, groups: Sequence[Group]) -> bool:
+        """Whether it is a copy of these frames, by their checksums."""
+        return plan(groups)[0].digest == self.digest
+
     def free(self) -> None:
         """Delete the object."""
         self.store.free(self)

@@ -1,0 +1,258 @@
+"""What a task changes in place stays changed, as with Dask's own spilling; what none changed is not written again."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from distributed import Client, LocalCluster, wait
+
+from dask_gpurt.tiers.engine.entry import State
+from tests.tiers.storage.test_faults import LAYOUTS, every_layout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.tiers.conftest import Rig
+
+
+async def bring(rig: Rig, key: Any, *, task: Any = "task") -> Any:
+    """What a task of that key gets, as `Execute` does it; nothing holds the value afterwards."""
+    pinned = await rig.store.ensure([key])
+    rig.store.lend(task, pinned)
+    return pinned
+
+
+async def spill(rig: Rig) -> None:
+    rig.spill_all()
+    await rig.settle()
+    rig.engine.shrink(0)
+    rig.validate()
+
+
+async def change(rig: Rig, key: Any, by: float, *, task: Any = "task") -> None:
+    pinned = await bring(rig, key, task=task)
+    rig.store[key][...] += by
+    rig.store.release(pinned)
+
+
+def value_of(rig: Rig, key: Any) -> float:
+    return float(rig.store[key].flat[0])
+
+
+@every_layout
+def test_a_change_stays(run_rig: Callable[..., None], layout: str) -> None:
+    async def test(rig: Rig) -> None:
+        rig.store["x"] = np.zeros(20_000)
+        for _ in range(3):
+            await spill(rig)
+            assert "x" in rig.store.slow
+            await change(rig, "x", 1)
+        await spill(rig)
+        assert value_of(rig, "x") == 3
+        assert rig.engine.counters.unchanged == 0
+        assert len(rig.disk.files()) == 1
+
+    run_rig(test, **LAYOUTS[layout])
+
+
+VALUES: dict[str, Any] = {
+    "array": np.arange(20_000.0),
+    "reversed": np.arange(20_000.0)[::-1],
+    "frame": pd.DataFrame({"a": range(5000), "t": ["x", None, "zz", "y"] * 1250}),
+    "objects": pd.Series([{"a": i} for i in range(2000)]),
+    "text": "words " * 5000,
+    "list": [np.ones(5000), b"0" * 9000, {"k": (1, 2.5)}],
+}
+
+
+@every_layout
+@pytest.mark.parametrize("kind", VALUES)
+def test_what_was_not_changed_is_not_written_again(run_rig: Callable[..., None], kind: str, layout: str) -> None:
+    async def test(rig: Rig) -> None:
+        rig.store["x"] = VALUES[kind]
+        await spill(rig)
+        assert "x" in rig.store.slow
+        # What pickle makes of an object that it has made itself may be other bytes than the first time.
+        rig.store.release(await bring(rig, "x"))
+        await spill(rig)
+        written = rig.engine.counters.cumulative["disk-write", "count"]
+        unchanged = rig.engine.counters.unchanged
+        rig.store.release(await bring(rig, "x"))
+        await spill(rig)
+        assert "x" in rig.store.slow
+        assert rig.engine.counters.cumulative["disk-write", "count"] == written
+        assert rig.engine.counters.unchanged == unchanged + 1
+
+    run_rig(test, **{**LAYOUTS[layout], "codec": "none"})
+
+
+def test_a_peer_and_a_new_name_change_nothing(run_rig: Callable[..., None]) -> None:
+    async def test(rig: Rig) -> None:
+        rig.store["a"] = np.zeros(20_000)
+        await spill(rig)
+        rig.store.release(await rig.store.ensure(["a"]))
+        await spill(rig)
+        rig.store.release(await bring(rig, "a", task="b"))  # which is another name of it
+        await spill(rig)
+        assert rig.engine.counters.clean_drops == 2
+        assert rig.engine.counters.unchanged == 0
+
+    run_rig(test)
+
+
+def test_all_names_of_a_changed_object(run_rig: Callable[..., None]) -> None:
+    async def test(rig: Rig) -> None:
+        rig.store["a"] = np.zeros(20_000)
+        await spill(rig)
+        pinned = await bring(rig, "a", task="b")
+        rig.store["b"] = rig.store["a"]
+        rig.store.release(pinned)
+        assert rig.store.entry("b").clean
+        await change(rig, "b", 1)
+        await spill(rig)
+        assert set(rig.store.slow) == {"a", "b"}
+        assert value_of(rig, "a") == value_of(rig, "b") == 1
+
+    run_rig(test)
+
+
+def test_a_name_of_what_was_lent_is_compared(run_rig: Callable[..., None]) -> None:
+    async def test(rig: Rig) -> None:
+        rig.store["a"] = np.zeros(20_000)
+        await spill(rig)
+        await change(rig, "a", 1)
+        pinned = await bring(rig, "a", task="b")
+        rig.store["b"] = rig.store["a"]
+        rig.store.release(pinned)
+        del rig.store["a"]
+        await spill(rig)
+        assert value_of(rig, "b") == 1
+
+    run_rig(test)
+
+
+def test_changed_while_it_is_written(run_rig: Callable[..., None]) -> None:
+    async def test(rig: Rig) -> None:
+        begun, go_on = threading.Event(), threading.Event()
+        write = rig.disk.write
+
+        def slow(groups: Any) -> Any:
+            handle = write(groups)
+            begun.set()
+            assert go_on.wait(30)
+            return handle
+
+        rig.disk.write = slow  # type: ignore[method-assign]
+        rig.store["x"] = np.zeros(20_000)
+        rig.spill_all()
+        assert rig.store.entry("x").state is State.MOVING
+        await rig.engine.offload(begun.wait, 30)
+        await change(rig, "x", 1)
+        go_on.set()
+        await rig.settle()
+        await spill(rig)
+        assert value_of(rig, "x") == 1
+
+    run_rig(test)
+
+
+def test_changed_by_what_has_no_task(run_rig: Callable[..., None]) -> None:
+    """``client.run`` reads ``worker.data`` on the loop; a thread of the user's anywhere."""
+
+    async def test(rig: Rig) -> None:
+        rig.store["x"] = np.zeros(20_000)
+        await spill(rig)
+        rig.store["x"][...] += 1
+        await spill(rig)
+        rig.store.release(await rig.store.ensure(["x"]))
+
+        def add() -> None:
+            rig.store["x"][...] += 1
+
+        await rig.engine.offload(add)
+        await spill(rig)
+        assert value_of(rig, "x") == 2
+
+    run_rig(test)
+
+
+def test_a_changed_value_that_cannot_be_written_stays(run_rig: Callable[..., None]) -> None:
+    async def test(rig: Rig) -> None:
+        rig.store["x"] = [np.zeros(20_000)]
+        await spill(rig)
+        pinned = await bring(rig, "x")
+        rig.store["x"].append(threading.Lock())
+        rig.store.release(pinned)
+        await spill(rig)
+        await spill(rig)
+        assert rig.store.entry("x").state is State.RESIDENT
+        assert len(rig.store["x"]) == 2
+
+    run_rig(test)
+
+
+def test_a_failed_write_keeps_the_change(run_rig: Callable[..., None]) -> None:
+    async def test(rig: Rig) -> None:
+        rig.store["x"] = np.zeros(20_000)
+        await spill(rig)
+        await change(rig, "x", 1)
+        write, rig.disk.write = rig.disk.write, lambda groups: fail()  # type: ignore[method-assign]
+        await spill(rig)
+        assert rig.store.entry("x").state is State.RESIDENT
+        assert not rig.store.entry("x").clean
+        rig.disk.write = write  # type: ignore[method-assign]
+        rig.now += 100
+        await spill(rig)
+        assert "x" in rig.store.slow
+        assert value_of(rig, "x") == 1
+
+    def fail() -> Any:
+        raise OSError(5, "no")
+
+    run_rig(test)
+
+
+class Model:
+    def __init__(self) -> None:
+        self.rounds, self.table = 0, np.zeros(1_000_000)
+
+    def __sizeof__(self) -> int:
+        return self.table.nbytes
+
+
+def zeros(i: int, mb: int = 8) -> Any:
+    return np.full(mb << 17, float(i))
+
+
+def add_one(x: Any) -> float:
+    x += 1
+    return float(x[0])
+
+
+def learn(model: Model) -> int:
+    model.rounds += 1
+    return model.rounds
+
+
+@pytest.mark.cluster
+def test_on_a_cluster_as_in_stock() -> None:
+    import dask
+
+    with (
+        dask.config.set({"distributed.scheduler.preload": ["dask_gpurt.preload"]}),
+        LocalCluster(n_workers=1, threads_per_worker=1, memory_limit="350MB", dashboard_address=None) as cluster,
+        Client(cluster) as client,
+    ):
+        made, model = client.submit(zeros, 0), client.submit(Model)
+        [scattered] = client.scatter([zeros(0)])
+        for n in range(1, 5):
+            got = [client.submit(f, x, pure=False).result() for f, x in ((add_one, made), (learn, model))]
+            assert [*got, client.submit(add_one, scattered, pure=False).result()] == [n, n, n]
+            more = client.map(zeros, range(40), pure=False)
+            wait(more)
+            assert client.run(lambda dask_worker: len(dask_worker.data.slow))
+            del more
