@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -86,7 +87,7 @@ def test_what_a_task_changed_in_place_leaves_with_the_change(tmp_path: Path) -> 
     [box] = rig.fill(1, size)
     assert rig.space.spill(size)
     used = rig.slabs.used_bytes
-    box.get().array()[:] = 7
+    ctypes.memset(box.get().buffer.ptr, 7, size)
     box.lent = True
     assert not box.clean
     assert rig.space.spill(size)
