@@ -205,6 +205,15 @@ class Eviction:
                     self._set_timer(self._resting[0][0] - now)
                 return
             self._start_write(entry)
+        self._compare_ahead(now)
+
+    def _compare_ahead(self, now: float) -> None:
+        """Compare the next victim with its copy while nothing waits for it: it then leaves at once, as a clean one."""
+        if self._writes or self._tier_rest.until > now:
+            return
+        entry = self._books.victims.first()
+        if entry is not None and entry.lent and entry.handle is not None and self._excess(entry.nbytes) > 0:
+            self._start_write(entry)
 
     def _go_on_soon(self) -> None:
         if self._more is None:
@@ -317,6 +326,9 @@ class Eviction:
         # Lent: to a task of its own, or of another key of the same memory, while it was being written.
         if entry.pins or entry.lent or entry.handle is None:
             self._books.move(entry, "kept")
+        elif handle is None and self._excess(entry.nbytes) <= 0:  # compared ahead, and there is room
+            self._books.move(entry, "kept")
+            self._books.victims.keep_first(entry)
         else:
             self._books.move(entry, "same" if handle is None else "written")
             _forget_value(entry)

@@ -84,6 +84,11 @@ class Victims:
                 self._known = [item for item in self._known if self._valid(item)]
                 heapq.heapify(self._known)
 
+    def keep_first(self, entry: Entry) -> None:
+        """It was the next one, and came back without having been used."""
+        if entry in self._unknown:
+            self._unknown.move_to_end(entry, last=False)
+
     def clear(self) -> None:
         """Forget all of them."""
         for table in (self._unknown, self._small, self._known, self._known_set, self._clean):

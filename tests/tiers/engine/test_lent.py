@@ -90,6 +90,30 @@ def test_what_was_not_changed_is_not_written_again(run_rig: Callable[..., None],
     run_rig(test, **{**LAYOUTS[layout], "codec": "none"})
 
 
+def test_the_next_to_leave_is_compared_ahead(run_rig: Callable[..., None]) -> None:
+    async def test(rig: Rig) -> None:
+        for key in range(4):
+            rig.store[key] = np.full(20_000, key)
+        await rig.settle()
+        await spill(rig)
+        for key in (2, 1, 3):
+            rig.store.release(await bring(rig, key))
+        await rig.settle()
+        # Three of them fit, and a fourth would not.
+        assert rig.engine.books.victims.first() is rig.store.entry(2)
+        assert [rig.store.entry(key).clean for key in (2, 1, 3)] == [True, False, False]
+        assert rig.engine.counters.unchanged == 1
+        writes = rig.engine.counters.cumulative["disk-write", "count"]
+        rig.store.release(await bring(rig, 0))
+        assert 2 in rig.store.slow
+        await rig.settle()
+        assert rig.store.entry(1).clean
+        assert rig.engine.counters.cumulative["disk-write", "count"] == writes
+        rig.validate()
+
+    run_rig(test, budget=500_000)
+
+
 def test_a_peer_and_a_new_name_change_nothing(run_rig: Callable[..., None]) -> None:
     async def test(rig: Rig) -> None:
         rig.store["a"] = np.zeros(20_000)
