@@ -35,7 +35,7 @@ def enable() -> Path:
     Raises
     ------
     ConfigError
-        Something wins over it; the text says what, and what to do. Nothing was written.
+        Something wins over it; the text says what, and what to do. The file is as before.
     """
     path = file()
     if path.parent.is_file():
@@ -44,6 +44,7 @@ def enable() -> Path:
             f" and the same under worker:, or point DASK_CONFIG to a directory"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
+    earlier = path.read_text() if path.exists() else None
     path.unlink(missing_ok=True)
     before = dask.config.collect()
     tree = {"distributed": {role: _with_ours(before, role) for role in ROLES}}
@@ -55,6 +56,8 @@ def enable() -> Path:
         got = _modules(after, role)
         if not set(got) & set(PRELOADS):
             path.unlink()
+            if earlier is not None:
+                path.write_text(earlier)
             raise ConfigError(
                 f"{_who_sets(role)} sets distributed.{role}.preload to {got!r} and wins; add {PRELOAD} there"
             )

@@ -70,6 +70,9 @@ def test_a_variable_that_wins_is_named(tmp_path: Path) -> None:
     for ours in (PRELOAD, "dask_gpurt.load"):
         both = gpurt("enable", tmp_path, DASK_DISTRIBUTED__WORKER__PRELOAD=f"['json', '{ours}']")
         assert both.returncode == 0, both.stderr
+    before = (tmp_path / "gpurt-preload.yaml").read_text()
+    assert gpurt("enable", tmp_path, DASK_DISTRIBUTED__WORKER__PRELOAD="json").returncode == 1
+    assert (tmp_path / "gpurt-preload.yaml").read_text() == before
 
 
 @pytest.mark.parametrize(
