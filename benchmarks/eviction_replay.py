@@ -181,15 +181,9 @@ class Ours:
 def moved(events: Sequence[TraceEvent]) -> Moved:
     """What was really written and read."""
     out = Moved()
-    compared: set[int] = set()
-    for _, kind, number, argument in events:
-        if kind == "compare":
-            compared.add(number)
-        elif kind == "same":
-            compared.discard(number)
-        elif kind == "write" or (kind == "written" and number in compared):
+    for _, kind, _number, argument in events:
+        if kind == "write":
             out.written_bytes += argument
-            compared.discard(number)
         elif kind in _READS:
             out.read_bytes += argument
     return out

@@ -6,7 +6,7 @@ Every value kept by the engine is an `Entry`, in exactly one `State`:
 state       value in memory                         on disk     counted as
 ==========  ======================================  ==========  ===============
 RESIDENT    yes                                     maybe       resident
-MOVING      yes, an I/O thread is writing it        maybe       resident, moving
+MOVING      yes, an I/O thread reads it             maybe       resident, moving
 STORED      no                                      yes         stored
 LOADING     no, an I/O thread is reading it         yes         loading, stored
 LOST        no                                      no          nothing
@@ -70,10 +70,9 @@ class ReadAhead(enum.StrEnum):
 TABLE: dict[tuple[State, str], State] = {
     (State.RESIDENT, "write"): State.MOVING,
     (State.RESIDENT, "drop"): State.STORED,  # it has a clean copy
-    (State.RESIDENT, "compare"): State.MOVING,  # it was lent: its copy may be the same, or it is written
-    (State.MOVING, "same"): State.STORED,
+    (State.RESIDENT, "compare"): State.MOVING,  # it was lent: is it what its copy is?
     (State.MOVING, "written"): State.STORED,
-    (State.MOVING, "kept"): State.RESIDENT,  # written, but in use by now: it is clean
+    (State.MOVING, "kept"): State.RESIDENT,  # written, but in use by now; or compared
     (State.MOVING, "write-failed"): State.RESIDENT,
     (State.STORED, "load"): State.LOADING,
     (State.STORED, "revived"): State.RESIDENT,  # the user still held the object

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from dask_gpurt.tiers.engine.entry import Entry
     from dask_gpurt.tiers.engine.entry_table import Books
     from dask_gpurt.tiers.engine.io_threads import IoThreads
-    from dask_gpurt.tiers.storage.handle import Handle
     from dask_gpurt.tiers.storage.protocol import StorageTier
 
 logger = logging.getLogger("distributed.worker.gpurt")
@@ -195,6 +194,8 @@ class Eviction:
                 continue
             if self._writes >= self._io.threads:
                 return
+            if self._compare_next():
+                continue
             if self._tier_rest.until > now:
                 self._set_timer(self._tier_rest.until - now)
                 return
@@ -205,15 +206,40 @@ class Eviction:
                     self._set_timer(self._resting[0][0] - now)
                 return
             self._start_write(entry)
-        self._compare_ahead(now)
+        if not self._writes:
+            # While nothing waits for it: it then leaves at once, as a clean one.
+            self._compare_next(ahead=True)
 
-    def _compare_ahead(self, now: float) -> None:
-        """Compare the next victim with its copy while nothing waits for it: it then leaves at once, as a clean one."""
-        if self._writes or self._tier_rest.until > now:
-            return
+    def _compare_next(self, *, ahead: bool = False) -> bool:
+        """Begin to compare the next victim with its copy, if it was lent; `ahead`: if one more value drives it out."""
         entry = self._books.victims.first()
-        if entry is not None and entry.lent and entry.handle is not None and self._excess(entry.nbytes) > 0:
-            self._start_write(entry)
+        if entry is None or not entry.lent or entry.handle is None or (ahead and self._excess(entry.nbytes) <= 0):
+            return False
+        self._books.move(entry, "compare")
+        entry.generation += 1
+        entry.lent = False
+        self._writes += 1
+        self._io.compare(entry, self._compared)
+        return True
+
+    def _compared(self, entry: Entry, generation: int, future: Future[Any]) -> None:
+        self._writes -= 1
+        if not entry.gone:
+            same = future.exception() is None and future.result()
+            if same:
+                self._counters.unchanged += 1
+            else:
+                self._forget_copy(entry)
+            self._books.move(entry, "kept")
+            if not entry.pins:
+                self._books.victims.keep_first(entry)
+        self.balance()
+        self.gate.wake()
+
+    def _forget_copy(self, entry: Entry) -> None:
+        copy, entry.handle = entry.handle, None
+        if copy is not None:
+            self._io.free(copy)
 
     def _go_on_soon(self) -> None:
         if self._more is None:
@@ -288,7 +314,8 @@ class Eviction:
         self._shrink_bytes = max(0, self._shrink_bytes - entry.nbytes)
 
     def _start_write(self, entry: Entry) -> None:
-        self._books.move(entry, "write" if entry.handle is None else "compare")
+        self._forget_copy(entry)  # a small value that was lent
+        self._books.move(entry, "write")
         self._shrunk(entry)
         entry.generation += 1
         entry.lent = False
@@ -303,42 +330,28 @@ class Eviction:
                 self._write_failed(entry, error)
         else:
             handle, cost = future.result()
-            if handle is None:
-                self._counters.unchanged += 1
-            else:
-                self._counters.written(cost)
-                self._tier_rest.failures = 0
+            self._counters.written(cost)
+            self._tier_rest.failures = 0
             entry.failures = 0
-            if not entry.gone:
-                self._has_copy(entry, handle)
-            elif handle is not None:
+            if entry.gone:
                 self._io.free(handle)
+            else:
+                entry.handle = handle
+                self._books.share_copy(entry)
+                # Lent: to a task of its own, or of another key of the same memory, while it was being written.
+                if entry.pins or entry.lent:
+                    self._books.move(entry, "kept")
+                else:
+                    self._books.move(entry, "written")
+                    _forget_value(entry)
+                if self.on_copy is not None:
+                    self.on_copy(entry)
         self.balance()
         self.gate.wake()
-
-    def _has_copy(self, entry: Entry, handle: Handle | None) -> None:
-        """A value was written, or is what its copy is (None)."""
-        if handle is not None:
-            old, entry.handle = entry.handle, handle
-            if old is not None:
-                self._io.free(old)
-            self._books.share_copy(entry)
-        # Lent: to a task of its own, or of another key of the same memory, while it was being written.
-        if entry.pins or entry.lent or entry.handle is None:
-            self._books.move(entry, "kept")
-        elif handle is None and self._excess(entry.nbytes) <= 0:  # compared ahead, and there is room
-            self._books.move(entry, "kept")
-            self._books.victims.keep_first(entry)
-        else:
-            self._books.move(entry, "same" if handle is None else "written")
-            _forget_value(entry)
-        if handle is not None and self.on_copy is not None:
-            self.on_copy(entry)
 
     # ------------------------------------------------------------------ failing
 
     def _write_failed(self, entry: Entry, error: BaseException) -> None:
-        entry.lent = entry.handle is not None  # what copy it has is not compared
         # What keeps it from being chosen again is set before the move, which offers it as a victim.
         if isinstance(error, EncodeError):
             entry.unspillable = True

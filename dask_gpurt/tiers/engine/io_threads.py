@@ -71,12 +71,15 @@ class IoThreads:
         return threading.get_ident() == self._thread_id
 
     def write(self, entry: Entry, tier: StorageTier, done: Callable[[Entry, int, Future[Any]], None]) -> None:
-        """Encode and write the value of an entry; ``done(entry, generation, future of (handle, cost))`` on the loop.
-
-        The handle is None where it has a copy already, and this is found to be the same.
-        """
+        """Encode and write the value of an entry; ``done(entry, generation, future of (handle, cost))`` on the loop."""
         account = entry.account
-        self._submit(self._writers, done, entry, _write, tier, account, entry.value, account.parts(entry), entry.handle)
+        self._submit(self._writers, done, entry, _write, tier, account, entry.value, account.parts(entry))
+
+    def compare(self, entry: Entry, done: Callable[[Entry, int, Future[Any]], None]) -> None:
+        """Encode the value of an entry, and compare that with its copy; ``done(entry, generation, future of bool)``."""
+        assert entry.handle is not None
+        account = entry.account
+        self._submit(self._writers, done, entry, _is_copy, entry.handle, account, entry.value, account.parts(entry))
 
     def read(self, entry: Entry, done: Callable[[Entry, int, Future[Any]], None]) -> None:
         """Read and decode the copy of an entry; ``done(entry, generation, future of (value, cost))`` on the loop."""
@@ -206,9 +209,12 @@ def _free(handles: Sequence[Handle]) -> None:
         raise error
 
 
-def _write(
-    tier: StorageTier, account: Account, value: object, parts: Sequence[int] | None, copy: Handle | None
-) -> tuple[Handle | None, IoCost]:
+def _is_copy(handle: Handle, account: Account, value: object, parts: Sequence[int] | None) -> bool:
+    arenas.mark()
+    return is_copy(handle, account.codec.encode(value, parts))
+
+
+def _write(tier: StorageTier, account: Account, value: object, parts: Sequence[int] | None) -> tuple[Handle, IoCost]:
     start = time.perf_counter()
     arenas.mark()
     try:
@@ -218,8 +224,6 @@ def _write(
     except Exception as e:
         raise EncodeError from e
     middle = time.perf_counter()
-    if copy is not None and is_copy(copy, groups):
-        return None, IoCost(0, time.perf_counter() - middle, middle - start)
     handle = tier.write(groups)
     return handle, IoCost(handle.nbytes, time.perf_counter() - middle, middle - start)
 
