@@ -23,7 +23,7 @@ ODD_FILESYSTEMS = {
     "cifs": "is a network mount: spilling is slow and competes with transfers",
 }
 
-
+#: never through a link in the place of the folder itself
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
