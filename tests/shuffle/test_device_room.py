@@ -87,8 +87,12 @@ def test_a_shuffle_of_three_times_the_device_memory() -> None:
         out = client.persist(host(source(rows, INPUTS)).shuffle("k", npartitions=OUTPUTS))
         beside = client.map(make, range(20), nbytes=250 * KB, key=[f"beside-{i}" for i in range(20)])
         got = client.gather(client.compute(out.to_delayed()))
-        assert all(client.gather(client.map(right, kept, range(8))))
-        assert all(client.gather(client.map(right, beside, range(20))))
+        wait(beside)
+        # Where they are: without a device they cannot be sent, and on a busy machine a task may be stolen.
+        holders = client.who_has([*kept, *beside])
+        for values in (kept, beside):
+            looks = [client.submit(right, x, i, workers=list(holders[x.key])) for i, x in enumerate(values)]
+            assert all(client.gather(looks))
         devices, reports = client.run(device), client.run(report)
         stats = client.run_on_scheduler(statistics)
         errors = client.run(lambda dask_worker: on_worker(dask_worker).runtime.statistics()["fallbacks"])  # type: ignore[union-attr]
