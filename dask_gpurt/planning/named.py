@@ -98,7 +98,7 @@ def _changes(data_set: dict[str, Any]) -> tuple[int, ...]:
     """When each file of a data set was changed; none where they are elsewhere. Kept with what is known of them.
 
     Fragments of pyarrow keep the smallest and largest values of their file. A file that was written again with the
-    time of the old one, as `cp -p` and `rsync -t` do, would be left out by a filter. Nobody can set this time back.
+    time of the old one, as `cp -p` and `rsync -t` do, would be left out by a filter. This time cannot be set back.
     """
     known: tuple[int, ...] | None = data_set.get(_CHANGES)
     if known is None:

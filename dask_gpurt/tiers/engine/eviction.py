@@ -1,7 +1,8 @@
 """`Eviction`: what leaves memory, when, and what happens when it cannot.
 
 `balance` keeps ``resident + loading`` bytes below the budget. It chooses victims (`victims`) late: only as many writes
-are begun as there are writer threads, so each choice is made with the newest knowledge.
+are begun as there are writer threads, so each choice is made with the newest knowledge. A victim that was lent to a
+task (`entry`) is first compared with its copy, and the next one ahead of its turn.
 
 A write that fails leaves the value in memory. An object that cannot be encoded is never tried again. After an I/O error
 the key waits 1 s, doubling to 60 s; after three in a row the whole tier waits. Other keys go on meanwhile.

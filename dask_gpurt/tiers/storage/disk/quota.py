@@ -92,7 +92,7 @@ class FolderDescriptor:
     def renew(self) -> bool:
         """Make the folder again if it was deleted by somebody else; whether it was.
 
-        The number of the descriptor stays, so whoever has it uses the new folder from now on.
+        The number of the descriptor stays, so all that have it use the new folder from now on.
         """
         with self._lock:
             if self._closed:
