@@ -203,7 +203,7 @@ WORKER: tuple[Figure, ...] = (
     counter("tiers.sync_reads", "tier_sync_reads", "count",
         "Values read on the caller's thread", heartbeat="sync_reads"),
     status("tiers.clean_drops", "count", "Values that left memory without a write, as a copy was on disk"),
-    status("tiers.unchanged", "count", "Values that a task had read, and that left as their copy on disk was the same"),
+    status("tiers.unchanged", "count", "Values that a task had read, found to be what their copy on disk is"),
     status("tiers.checksum_failures", "count", "Copies whose checksum was wrong"),
     counter("tiers.lost", "tier_lost_values", "count",
         "Stored values that could not be read back, so recomputed", heartbeat="lost"),

@@ -53,7 +53,7 @@ class Counters:
     sync_reads: int = 0
     #: evictions that needed no write
     clean_drops: int = 0
-    #: values that a task had got, and that were found to be what their copy is: not written again
+    #: values that a task had got, and that were found to be what their copy is: they are clean again
     unchanged: int = 0
     #: copies with a wrong length or checksum
     checksum_failures: int = 0

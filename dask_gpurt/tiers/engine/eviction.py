@@ -226,6 +226,7 @@ class Eviction:
     def _compared(self, entry: Entry, generation: int, future: Future[Any]) -> None:
         self._writes -= 1
         if not entry.gone:
+            # One that cannot be encoded any more is not the same; the write that follows says why.
             same = future.exception() is None and future.result()
             if same:
                 self._counters.unchanged += 1
