@@ -3,7 +3,7 @@
 ==========  ==========================  ==================================================
 state       value on the device         copy below (pinned blocks, else disk)
 ==========  ==========================  ==================================================
-DEVICE      yes                         maybe: kept after a load, values are immutable
+DEVICE      yes                         maybe: kept after a load, see `Box.lent`
 SPILLING    yes, some thread copies it  not yet
 BELOW       no                          yes
 GONE        no                          no

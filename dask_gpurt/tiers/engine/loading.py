@@ -198,7 +198,7 @@ class Loading:
         # None is believed only of a value without a copy: one that came meanwhile, or went, has one, or is `gone`.
         value = entry.value
         if value is not None:
-            if entry.handle is not None:
+            if entry.handle is not None or entry.state is State.MOVING:
                 with contextlib.suppress(RuntimeError):  # the loop is closed
                     self._io.loop.call_soon_threadsafe(self._hand_out, entry)
             return value
