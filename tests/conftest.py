@@ -1,7 +1,8 @@
-"""For all tests: the rule about GPUs, an S3 server, and patience with workers that start again."""
+"""For all tests: the rule about GPUs, an S3 server, patience with workers that start again, and short collections."""
 
 from __future__ import annotations
 
+import gc
 import os
 import urllib.request
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,29 @@ dask.config.set({"distributed.deploy.lost-worker-timeout": "120 s"})
 # Workers of a LocalCluster are forked from one process that has Dask imported, as in upstream's own tests: a worker
 # costs half of the processor time. Those of `dask worker` are spawned, as by default.
 dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"})
+
+
+# A full collection of garbage looks at the half a million objects of all test modules. That takes 0.4 s, and many tests
+# ask for one. So what is there before the first test of a file is frozen. The tests of `memory.frozen` thaw it.
+def pytest_configure() -> None:
+    gc.disable()  # while tests are collected: until then there is next to no garbage
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+    freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        freeze()
+
+
+def freeze() -> None:
+    gc.collect()
+    gc.freeze()
 
 
 def gpu_missing() -> str:

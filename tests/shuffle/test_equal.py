@@ -151,7 +151,7 @@ async def test_more_outputs_than_a_byte_holds(c, s, *workers):
 
 
 def test_many_small_partitions_travel_in_few_messages():
-    n = 100
+    n = 50
 
     def make(i):
         return pd.DataFrame({"k": np.arange(i, i + 5), "v": float(i)})

@@ -163,8 +163,8 @@ def test_a_worker_that_does_not_answer_is_asked_again(monkeypatch, hangs):
 
         stock, b.handlers["run"] = b.handlers["run"], silent
         takeover = await ShuffleTakeover.install(s, ON)
-        # What the others said counts.
-        assert takeover.able[a.address] == ""
+        # What the others said counts. On a busy machine they take their time, too.
+        await until(lambda: takeover.able[a.address] == "")
         assert takeover.able[b.address].startswith("no answer")
         assert len(await c.compute(source(left).shuffle("k"))) == 480
         assert takeover.statistics()["runs"] == 0
