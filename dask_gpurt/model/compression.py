@@ -325,12 +325,20 @@ def most_stored(nbytes: int) -> int:
 
 
 class Timer:
-    """Tells compressing from writing: seconds since it was made, without those spent in the iterators it is around."""
+    """Tells compressing from writing: seconds since it was made, without those spent in what it is around."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
-        #: seconds spent in the iterators
+        #: seconds spent in iterators and calls
         self.inside = 0.0
+
+    def call(self, function: Callable[[memoryview], int], view: memoryview) -> int:
+        """``function(view)``; its time is counted as `inside`."""
+        start = time.perf_counter()
+        try:
+            return function(view)
+        finally:
+            self.inside += time.perf_counter() - start
 
     def around(self, pieces: Iterator[memoryview]) -> Iterator[memoryview]:
         """The same pieces; the time to make them is counted as `inside`."""
@@ -344,5 +352,5 @@ class Timer:
 
     @property
     def seconds_outside(self) -> float:
-        """Seconds since it was made, without those in the iterators."""
+        """Seconds since it was made, without those `inside`."""
         return time.perf_counter() - self._start - self.inside

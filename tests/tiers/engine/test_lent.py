@@ -87,7 +87,7 @@ def test_what_was_not_changed_is_not_written_again(run_rig: Callable[..., None],
         assert rig.engine.counters.cumulative["disk-write", "count"] == written
         assert rig.engine.counters.unchanged == unchanged + 1
 
-    run_rig(test, **{**LAYOUTS[layout], "codec": "none"})
+    run_rig(test, **LAYOUTS[layout])
 
 
 def test_the_next_to_leave_is_compared_ahead(run_rig: Callable[..., None]) -> None:

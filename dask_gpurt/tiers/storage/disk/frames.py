@@ -60,9 +60,13 @@ class Frame:
     codec: str
     #: bytes when expanded
     nbytes: int
+    #: xxh3-64 of these, of a compressed frame
+    whole_digest: int
 
     def is_of(self, view: memoryview) -> bool:
         """Whether it holds these bytes, by its checksum."""
+        if self.codec:
+            return xxhash.xxh3_64_intdigest(view) == self.whole_digest
         digest = xxhash.xxh3_64(view)
         digest.update(_ZEROS[: self.extent_bytes - self.stored_bytes])
         return digest.intdigest() == self.digest
@@ -89,21 +93,23 @@ class FrameWriter:
         #: where the next byte goes
         self.at = start
         self._frames: list[Frame] = []
-        #: what is known of the frame being written: (part, offset, stored bytes, codec, bytes)
-        self._open: tuple[int, int, int, str, int] | None = None
+        #: what is known of the frame being written: (part, offset, stored bytes, codec, bytes, digest of these)
+        self._open: tuple[int, int, int, str, int, int] | None = None
         self._hash = xxhash.xxh3_64()
         # Direct: bytes are gathered in the chunk. Else: views are gathered as they are.
         self._chunk = POOL.take() if file.direct else None
         self._piece = CHUNK if file.direct or self._drop_behind else _PIECE
         self._views: list[memoryview] = []
 
-    def frame(self, part: int, nbytes: int, codec: str, pieces: Iterable[memoryview], *, large: bool) -> None:
+    def frame(
+        self, part: int, nbytes: int, codec: str, pieces: Iterable[memoryview], *, large: bool, whole_digest: int
+    ) -> None:
         """Append a frame whose stored bytes are `pieces`, one after the other."""
         self._end_frame(align=large)
         offset = self.at
         for piece in pieces:
             self._put(piece)
-        self._open = (part, offset, self.at - offset, codec, nbytes)
+        self._open = (part, offset, self.at - offset, codec, nbytes, whole_digest)
 
     def finish(self) -> tuple[Frame, ...]:
         """Everything is with the system when this returns."""
@@ -122,8 +128,9 @@ class FrameWriter:
             return
         if align and self._align:
             self._put(_ZEROS[: round_up(self.at) - self.at])
-        part, offset, stored, codec, nbytes = self._open
-        self._frames.append(Frame(part, offset, stored, self.at - offset, self._hash.intdigest(), codec, nbytes))
+        part, offset, stored, codec, nbytes, whole = self._open
+        digest = self._hash.intdigest()
+        self._frames.append(Frame(part, offset, stored, self.at - offset, digest, codec, nbytes, whole))
         self._hash = xxhash.xxh3_64()
         self._open = None
 

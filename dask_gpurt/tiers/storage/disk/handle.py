@@ -87,11 +87,11 @@ class DiskHandle:
         return buffers, IoCost(nbytes, middle - start, time.perf_counter() - middle)
 
     def is_of(self, groups: Sequence[Group]) -> bool:
-        """Whether it is a copy of these frames, by their checksums; False for one that is compressed."""
+        """Whether it is a copy of these frames, by their checksums."""
         frames = self.frames
         parts = [(part, flat(buffer)) for part, buffers in groups for buffer in buffers]
         return len(parts) == len(frames) and all(
-            not f.codec and (f.part, f.nbytes) == (part, view.nbytes) and f.is_of(view)
+            (f.part, f.nbytes) == (part, view.nbytes) and f.is_of(view)
             for f, (part, view) in zip(frames, parts, strict=True)
         )
 

@@ -82,6 +82,8 @@ class Piece(NamedTuple):
     #: when expanded
     nbytes: int
     codec: str
+    #: see `Frame`
+    whole_digest: int
     #: one after the other
     stored: list[memoryview]
 
@@ -130,7 +132,9 @@ class Segments:
         writer = FrameWriter(DirectFile(self._os, segment.fd, direct=False), start, align=False)
         try:
             for piece in parts:
-                writer.frame(piece.part, piece.nbytes, piece.codec, piece.stored, large=False)
+                writer.frame(
+                    *(piece.part, piece.nbytes, piece.codec, piece.stored), large=False, whole_digest=piece.whole_digest
+                )
             frames = writer.finish()
             if not os.fstat(segment.fd).st_nlink:
                 # Reading opens it by its name. (Cleaners of temporary folders delete what looks old.)
@@ -250,9 +254,8 @@ class Segments:
         for record in records:
             try:
                 frames, buffers = self.read(record, None)
-                moved = self.write(
-                    [Piece(f.part, f.nbytes, f.codec, [b]) for f, b in zip(frames, buffers, strict=True)]
-                )
+                stored = zip(frames, buffers, strict=True)
+                moved = self.write([Piece(f.part, f.nbytes, f.codec, f.whole_digest, [b]) for f, b in stored])
             except (OSError, CorruptData):
                 if record.freed:  # meanwhile, by another thread: one less to move, and no reason to give up
                     continue

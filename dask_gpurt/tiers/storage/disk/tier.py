@@ -31,6 +31,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import numpy
+import xxhash
 
 from dask_gpurt.errors import CorruptData, TierFull
 from dask_gpurt.model import compression
@@ -240,7 +241,8 @@ class DiskTier:
             for view in buffers:
                 codec = self._choose(view, self.ways.past).codec
                 stored = list(compression.compress(codec, view)) if codec else [view]
-                pieces.append(Piece(part, view.nbytes, codec, stored))
+                whole = xxhash.xxh3_64_intdigest(view) if codec else 0
+                pieces.append(Piece(part, view.nbytes, codec, whole, stored))
         record = self._segments.write(pieces)
         return DiskHandle(self, record, (), record.nbytes)
 
@@ -284,8 +286,10 @@ class DiskTier:
                     for view in buffers:
                         choice = self._choose(view, way)
                         codec, before = choice.codec, timer.inside
+                        whole = timer.call(xxhash.xxh3_64_intdigest, view) if codec else 0
                         pieces = timer.around(compression.compress(codec, view)) if codec else [view]
-                        writer.frame(part, view.nbytes, codec, pieces, large=view.nbytes >= LARGE)
+                        large = view.nbytes >= LARGE
+                        writer.frame(part, view.nbytes, codec, pieces, large=large, whole_digest=whole)
                         self.chooser.learn(choice, timer.inside - before)
                 frames = writer.finish()
             finally:
