@@ -221,7 +221,7 @@ def _write(tier: StorageTier, account: Account, value: object, parts: Sequence[i
         groups = account.codec.encode(value, parts)
     except MemoryError:  # says nothing about the object: try again later
         raise
-    except Exception as e:
+    except BaseException as e:  # a panic of an extension in Rust is no `Exception`
         raise EncodeError from e
     middle = time.perf_counter()
     handle = tier.write(groups)

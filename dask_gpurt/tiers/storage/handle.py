@@ -99,6 +99,12 @@ def decoded(codec: Codec, buffers: list[memoryview]) -> Any:
         return codec.decode(buffers)
     except Exception as e:
         raise DecodeError from e
+    except KeyboardInterrupt:  # of a process that is to end
+        raise
+    except BaseException as e:
+        # A panic of an extension in Rust is one. As text: distributed's worker handles no exception that is none of
+        # `Exception`, and the task that reads the value would never end.
+        raise DecodeError from RuntimeError(f"the value cannot be unpickled: {type(e).__name__}: {e}")
 
 
 def error_kind(error: BaseException) -> str:

@@ -436,6 +436,53 @@ def test_an_object_whose_own_code_raises_is_not_lost(run_rig: RunRig) -> None:
     run_rig(test)
 
 
+class _Panic(BaseException):
+    """As what an extension in Rust raises when it panics."""
+
+
+class _Panics:
+    def __init__(self, *, writing: bool) -> None:
+        self.writing = writing
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.writing:
+            raise _Panic("in Rust")
+        return self.__dict__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        raise _Panic("in Rust")
+
+
+def test_an_object_that_panics_when_it_is_read_is_not_lost(run_rig: RunRig) -> None:
+    """Its reader gets an `Exception`: distributed's worker handles no other, and the task would never end."""
+
+    async def test(rig: Rig) -> None:
+        rig.store["k"] = _Panics(writing=False)
+        rig.spill_all()
+        await rig.settle()
+        rig.store.release(await asyncio.wait_for(rig.store.ensure(["k"]), 30))
+        assert not rig.store.is_lost("k")
+        assert rig.engine.counters.decode_errors == 1
+        with pytest.raises(RuntimeError, match="cannot be unpickled: _Panic: in Rust"):
+            rig.store["k"]
+        rig.validate()
+
+    run_rig(test)
+
+
+def test_an_object_that_panics_when_it_is_written_is_tried_once(run_rig: RunRig) -> None:
+    async def test(rig: Rig) -> None:
+        rig.store["k"] = bad = _Panics(writing=True)
+        for _ in range(3):
+            rig.spill_all()
+            await rig.settle()
+        assert rig.store["k"] is bad
+        assert rig.engine.counters.write_errors == {"unpicklable": 1}
+        rig.validate()
+
+    run_rig(test)
+
+
 def test_an_object_whose_own_code_raises_keeps_nothing_in_memory(run_rig: RunRig) -> None:
     """Neither its bytes, nor what the tasks that tried to read it had."""
 
