@@ -228,7 +228,7 @@ class SlabHandle:
         else:
             buffers = [self._joined(i) for i in range(len(self.frames))]
             middle = time.perf_counter()
-            value = decoded(codec, buffers)
+            value = decoded(codec.decode, buffers)
         end = time.perf_counter()
         self.slab.metrics.add(reads=1, read_bytes=self.nbytes, read_seconds=end - start)
         return value, IoCost(self.nbytes, middle - start, end - middle)

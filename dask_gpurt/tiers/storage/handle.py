@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from dask_gpurt.model.shards import Buffer
 
 #: a part of a stored value that can be read alone, and its frames
 Group = tuple[int, "Sequence[Buffer]"]
+_Stored = TypeVar("_Stored")
 
 
 class Codec(Protocol):
@@ -93,10 +94,10 @@ class DecodeError(Exception):
     """The frames are intact, but the object's own code raised (``__cause__``)."""
 
 
-def decoded(codec: Codec, buffers: list[memoryview]) -> Any:
-    """Decode the frames of a value; DecodeError where its own code raises."""
+def decoded(decode: Callable[[_Stored], Any], stored: _Stored) -> Any:
+    """The value of what was stored; DecodeError where its own code raises."""
     try:
-        return codec.decode(buffers)
+        return decode(stored)
     except Exception as e:
         raise DecodeError from e
     except KeyboardInterrupt:  # of a process that is to end

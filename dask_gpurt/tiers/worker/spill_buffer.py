@@ -50,7 +50,7 @@ from dask_gpurt.backends import dask_cuda
 from dask_gpurt.errors import CorruptData
 from dask_gpurt.model.checks import require_call, require_names
 from dask_gpurt.tiers.engine.buffer_roots import as_bytes
-from dask_gpurt.tiers.storage.handle import DecodeError, IoCost, error_kind
+from dask_gpurt.tiers.storage.handle import IoCost, decoded, error_kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping
@@ -183,11 +183,8 @@ class ForeignHandle:
         except KeyError as e:
             raise CorruptData(f"{self.key!r} is no longer in {self.buffer!r}") from e
         middle = time.perf_counter()
-        try:
-            with context_meter.clear_callbacks():
-                value = slow.load(raw)
-        except Exception as e:
-            raise DecodeError from e
+        with context_meter.clear_callbacks():
+            value = decoded(slow.load, raw)
         return value, IoCost(self.nbytes, middle - start, time.perf_counter() - middle)
 
     def load_part(self, part: int) -> tuple[list[memoryview], IoCost]:

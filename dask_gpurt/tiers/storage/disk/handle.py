@@ -65,7 +65,7 @@ class DiskHandle:
         """See `Handle.load`."""
         buffers, cost = self._read(None)
         start = time.perf_counter()
-        value = decoded(codec, buffers)
+        value = decoded(codec.decode, buffers)
         cost.codec_seconds += time.perf_counter() - start
         return value, cost
 

@@ -58,7 +58,7 @@ class ObjectHandle:
         layout = self.store.layout_of(self)
         buffers = self.store.read(self, layout.frames)
         middle = time.perf_counter()
-        value = decoded(codec, buffers)
+        value = decoded(codec.decode, buffers)
         return value, IoCost(self.nbytes, middle - start, time.perf_counter() - middle)
 
     def load_part(self, part: int) -> tuple[list[memoryview], IoCost]:
