@@ -440,4 +440,9 @@ def _reconciled(df: pd.DataFrame, meta: pd.DataFrame) -> pd.DataFrame:
             continue
         text = isinstance(actual, pd.StringDtype) and isinstance(wanted, pd.StringDtype)
         changes[name] = wanted if text else seam.common_dtype(actual, wanted)
-    return df.astype(changes) if changes else df
+    if changes:
+        df = df.astype(changes)
+    index = pandas_dtypes.with_text_as(df.index, meta.index)
+    if index is not df.index:
+        df.index = index
+    return df

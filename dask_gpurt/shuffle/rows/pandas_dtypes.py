@@ -2,10 +2,11 @@
 
 Theory of operation. Arrow restores pandas' own dtypes of columns, by their names, but not those of the index: periods
 come out as the integers that they are numbered by, intervals as dicts, and integers with nulls as floats, which cannot
-hold all of them. Categories that are moments come out without their time zone. Dask's own P2P hands that on, so rows no
-longer match those of a frame that was not shuffled. A shuffle moves rows, it does not change them.
+hold all of them. Categories that are moments come out without their time zone, and text of an index as what a column is
+that has text of another kind. Dask's own P2P hands that on, so rows no longer match those of a frame that was not
+shuffled. A shuffle moves rows, it does not change them.
 
-`of` looks at the table before it is converted, `completed` changes the frame.
+`of` looks at the table before it is converted, `completed` and `with_text_as` change the frame.
 """
 
 from __future__ import annotations
@@ -81,6 +82,30 @@ def completed(frame: pd.DataFrame, missing: Missing) -> pd.DataFrame:
         every = [levels.get(i, frame.index.get_level_values(i)) for i in range(frame.index.nlevels)]
         frame.index = index_of(every, frame.index)
     return frame
+
+
+def with_text_as(index: pd.Index, meta: pd.Index) -> pd.Index:
+    """The index with text of the kinds that the meta has. Arrow's conversion gives all text of a table one kind."""
+    import pandas as pd
+
+    actual, wanted = _level_dtypes(index), _level_dtypes(meta)
+    if len(actual) != len(wanted):
+        return index
+    kinds = {
+        i: b
+        for i, (a, b) in enumerate(zip(actual, wanted, strict=True))
+        if a != b and isinstance(a, pd.StringDtype) and isinstance(b, pd.StringDtype)
+    }
+    if not kinds:
+        return index
+    levels = [index.get_level_values(i) for i in range(index.nlevels)]
+    return index_of([at.astype(kinds[i]) if i in kinds else at for i, at in enumerate(levels)], index)
+
+
+def _level_dtypes(index: pd.Index) -> list[Any]:
+    import pandas as pd
+
+    return [level.dtype for level in index.levels] if isinstance(index, pd.MultiIndex) else [index.dtype]
 
 
 def _zone(kind: pa.DataType) -> str | None:

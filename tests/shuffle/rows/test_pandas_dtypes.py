@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -34,6 +36,22 @@ def test_an_index_is_as_it_was(name: str, beside: bool) -> None:
         frames = [one.assign(a=pd.array(range(4), dtype="int64[pyarrow]")) for one in frames]
     for out in check(frames):
         assert (type(out.index), out.index.dtype, out.index.name) == (type(index), index.dtype, "i")
+
+
+TEXT = ("str", "string[python]", "string[pyarrow]")
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["index", "levels"])
+@pytest.mark.parametrize(("kind", "other"), list(itertools.permutations(TEXT, 2)))
+def test_text_of_an_index_beside_text_of_another_kind(kind: str, other: str, several: bool) -> None:
+    index = pd.Index(["a", None, "b", "c"], dtype=kind, name="i")
+    if several:
+        index = pd.MultiIndex.from_arrays([index, range(4), pd.Index(list("wxyz"), dtype=other, name="j")])
+    one = frame(index).assign(t=pd.array(["x", None, "y", "z"], dtype=other))
+    for out in check([one, one[::-1].assign(p=one["p"].to_numpy())]):
+        for i in range(index.nlevels):
+            assert out.index.get_level_values(i).dtype == index.get_level_values(i).dtype
+        assert out["t"].dtype == other
 
 
 def test_levels_of_an_index_are_as_they_were() -> None:
