@@ -114,7 +114,7 @@ class Guard:
             self._emit(
                 Event(
                     f"{self.engine}.fallback",
-                    f"{part_name}: {reason}; Dask's own code took over",
+                    f"{part_name}: {_short(part.last_traceback, reason)}; Dask's own code took over",
                     {"part": part_name, "reason": reason, "traceback": part.last_traceback},
                 )
             )
@@ -142,3 +142,12 @@ class Guard:
         except Exception:
             # A sink that fails must not undo the fallback that the event is about.
             self.logger.exception("%s: the event sink failed on %s", self.engine, event.name)
+
+
+def _short(text: str, reason: str) -> str:
+    """The reason, for the log; of an exception also what it was, and the line that raised it."""
+    if reason != "exception":
+        return reason
+    lines = text.strip().splitlines()
+    places = [line.strip() for line in lines if line.lstrip().startswith('File "')]
+    return ", ".join([reason, *lines[-1:], *places[-1:]])

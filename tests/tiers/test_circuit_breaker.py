@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from distributed import Client, Scheduler, Worker
 
+    from dask_gpurt.model.events import Event
     from dask_gpurt.tiers.runtime import TierRuntime
 
     RunRig = Callable[..., None]
@@ -233,3 +235,16 @@ def test_shared_copies(half: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         runtime(b).engine.validate()
 
     test()
+
+
+def test_the_log_says_what_was_raised_and_where() -> None:
+    events: list[Event] = []
+    guard = circuit_breaker.Guard("tiers", logging.getLogger("tests.tiers"), sink=events.append)
+    try:
+        fail()
+    except RuntimeError:
+        guard.failed("part")
+    assert "part: exception, RuntimeError: injected, File " in events[0].message
+    assert "in fail; Dask's own code took over" in events[0].message
+    guard.failed("other", "rejected", "x is not queued")
+    assert events[1].message == "other: rejected; Dask's own code took over"
