@@ -429,7 +429,7 @@ def _owned(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def _reconciled(df: pd.DataFrame, meta: pd.DataFrame) -> pd.DataFrame:
-    """Dtypes as Dask's own P2P settles them where the data and the meta differ."""
+    """Dtypes as Dask's own P2P settles them where the data and the meta differ; those of text in the index as well."""
     import pandas as pd
 
     changes: dict[Any, Any] = {}
