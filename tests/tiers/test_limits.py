@@ -120,3 +120,29 @@ def test_memory_of_shuffles_is_among_what_is_given_back() -> None:
     from dask_gpurt.memory.malloc import heap
 
     assert heap.give_back in reclaim._givers
+
+
+@pytest.mark.parametrize(
+    ("limit", "size", "kept"),
+    [
+        (280 << 20, 172 << 20, 6 << 20),  # of 24 MiB that values may take
+        (280 << 20, 250 << 20, 0),
+        (1 << 30, 180 << 20, int(0.08 * (1 << 30))),
+    ],
+)
+def test_memory_kept_for_later_is_a_part_of_what_values_may_take(
+    run_rig: RunRig, limit: int, size: int, kept: int
+) -> None:
+    """64 MiB kept on a worker with room for 24: each value that was read brought it above its marks."""
+
+    async def main(rig: Rig) -> None:
+        pages.trim()
+        fake = worker(limit)
+        fake.monitor = SimpleNamespace(get_process_memory=lambda: size)
+        watch = MemoryWatch(fake, rig.engine, limits_of(fake, Settings.load().tiers, shards_only=False))
+        watch.stop()
+        watch.look()
+        assert memory_watch._allowed[watch] == pytest.approx(kept, abs=2)
+        await watch.end()
+
+    run_rig(main, budget=limit // 2)
