@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from typing import TYPE_CHECKING
 
 from dask_gpurt._version import __version__
@@ -37,8 +36,7 @@ def probe(version: str, codec: str = "none") -> None:
         raise SeamMismatch(
             f"this worker has dask-gpurt {__version__}, the scheduler {version}. Remedy: install one version everywhere"
         )
-    # On the event loop of every worker that comes. To import pandas takes half a second, and tasks may not need it.
-    seam.check(pandas="pandas" in sys.modules)
+    seam.check()
     Chooser(codec, "gpurt.shuffle.codec")
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import sys
 import threading
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
@@ -191,8 +192,11 @@ _RUN_PARAMETERS = {
 }
 
 
-def check(*, pandas: bool = True) -> None:
-    """Compare the installed distributed, and with `pandas` that too, which imports it, with what this code relies on.
+def check() -> None:
+    """Compare the installed distributed with what this code relies on; pandas too, where it is imported already.
+
+    To import it takes 0.2 s and more, at each start, and tasks may not need it. So `pandas_differs` is asked once more
+    when the first frame comes.
 
     Raises
     ------
@@ -215,8 +219,8 @@ def check(*, pandas: bool = True) -> None:
     for owner, name in FIELDS:
         if name not in getattr(owner, "__dataclass_fields__", ()):
             differences.append(f"{owner.__name__} has no field {name}")
-    if pandas and not callable(_find_common_type()):
-        differences.append("pandas.core.dtypes.cast.find_common_type(missing)")
+    if "pandas" in sys.modules and (difference := pandas_differs()):
+        differences.append(difference)
     if _RESTRICTED not in _code(vars(ShuffleSchedulerPlugin).get("_set_restriction"), "co_consts"):
         differences.append(f"ShuffleSchedulerPlugin._set_restriction does not annotate {_RESTRICTED}")
     run = _parameters(DataFrameShuffleRun.__init__)
@@ -352,6 +356,11 @@ def columns_of(data: pd.DataFrame) -> Iterator[Any]:
 def common_dtype(actual: object, wanted: object) -> Any:
     """The dtype that stock's unpack gives a column that is `actual` in the data and `wanted` in the meta."""
     return _find_common_type()([actual, wanted])
+
+
+def pandas_differs() -> str:
+    """What the installed pandas lacks that this code relies on; empty: nothing. Imports it."""
+    return "" if callable(_find_common_type()) else "pandas.core.dtypes.cast.find_common_type(missing)"
 
 
 def _find_common_type() -> Any:

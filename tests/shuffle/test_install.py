@@ -204,7 +204,7 @@ class NotPandas(pd.DataFrame):
 
 
 @gen_cluster(**TWO)
-async def test_specs_that_are_not_ours(c, s, a, b):
+async def test_specs_that_are_not_ours(c, s, a, b, monkeypatch):
     takeover = await ShuffleTakeover.install(s, ON)
 
     def spec(meta):
@@ -216,6 +216,11 @@ async def test_specs_that_are_not_ours(c, s, a, b):
     other = spec(NotPandas(left(0)))
     assert takeover.choose(other) is other
     assert f"meta is {__name__}.NotPandas" in takeover.statistics()["fallbacks"]
+    with monkeypatch.context() as patch:  # the scheduler starts without pandas, so it looks at it here
+        patch.setattr(seam, "_find_common_type", lambda: None)
+        lacking = spec(left(0))
+        assert takeover.choose(lacking) is lacking
+    assert "pandas.core.dtypes.cast.find_common_type(missing)" in takeover.statistics()["fallbacks"]
     broken = spec(left(0))
     takeover.scheduler = None
     assert takeover.choose(broken) is broken

@@ -159,13 +159,15 @@ def test_functions_of_other_libraries_are_inspected(monkeypatch):
         seam.check()
 
 
-def test_a_worker_that_is_asked_does_not_import_pandas():
-    """It is asked on its event loop, as every worker is that comes; many clusters never see a frame."""
+def test_a_cluster_starts_without_pandas():
+    """Many clusters never see a frame, and to import it takes as long as half of what a scheduler's start does."""
     code = (
-        "import sys\n"
-        "from dask_gpurt._version import __version__\n"
-        "from dask_gpurt.shuffle.probe import probe\n"
-        "probe(__version__)\n"
-        "assert 'pandas' not in sys.modules"
+        "import sys, distributed, dask_gpurt\n"
+        "with (\n"
+        "    dask_gpurt.local_cluster(n_workers=1, processes=False, dashboard_address=None) as cluster,\n"
+        "    distributed.Client(cluster) as client,\n"
+        "):\n"
+        "    assert client.submit(len, 'ab').result() == 2\n"
+        "    assert 'pandas' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -237,6 +237,8 @@ class ShuffleTakeover:
             return "switched off"
         if type(spec) is not seam.DataFrameShuffleSpec:
             return f"its spec is {type(spec).__module__}.{type(spec).__name__}"
+        if difference := seam.pandas_differs():
+            return difference
         enabled = self.settings.device_frames
         if type(spec.meta) is not pd.DataFrame and (why := reason_for_stock(spec.meta, spec.column, enabled)):
             return why
