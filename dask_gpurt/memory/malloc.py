@@ -197,8 +197,6 @@ class Heap:
         with self._lock:
             if self.warm:
                 self._cool()
-                return
-        self._pages.trim()
 
     def _cool(self) -> None:
         self._pages.keep(False)

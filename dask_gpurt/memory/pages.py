@@ -48,6 +48,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dask_gpurt.memory import reclaim
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -330,3 +332,4 @@ class Pages:
 
 #: this process's
 pages = Pages(system())
+reclaim.register(pages.trim)

@@ -140,10 +140,15 @@ class MemoryWatch:
             return
         # The source that distributed itself uses, and that its tests replace.
         size = self._worker.monitor.get_process_memory()
+        idle = pages.idle_bytes
         if self._limits.ceiling_bytes is not None and not self._limits.shards_only:
-            room = self._limits.ceiling_bytes - max(0, size - self._engine.resident_bytes)
+            room = self._limits.ceiling_bytes - max(0, size - idle - self._engine.resident_bytes)
             self._engine.set_room(room)
-            _allow(self, max(0, min(self._kept_bytes, int(_KEPT_OF_ROOM * (room + pages.idle_bytes)))))
+            _allow(self, max(0, min(self._kept_bytes, int(_KEPT_OF_ROOM * room))))
+        if size > high and idle:
+            # Before any value. At once: the rest of what is free comes in turns (`trim`).
+            self._engine.io.loop.run_in_executor(None, pages.trim)
+            size -= idle
         if size <= high:
             self._engine.shrink(0)
             return
