@@ -195,8 +195,8 @@ _RUN_PARAMETERS = {
 def check() -> None:
     """Compare the installed distributed with what this code relies on; pandas too, where it is imported already.
 
-    To import it takes 0.2 s and more, at each start, and tasks may not need it. So `pandas_differs` is asked once more
-    when the first frame comes.
+    To import it takes 0.2 s and more, at each start, and many clusters never see a frame. So the scheduler asks
+    `pandas_differs` when a frame is to be shuffled.
 
     Raises
     ------

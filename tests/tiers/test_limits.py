@@ -117,7 +117,7 @@ def test_an_alarm_gives_back_what_is_free_and_moves_values(run_rig: RunRig, monk
 
 
 def test_memory_that_waits_goes_before_values(run_rig: RunRig) -> None:
-    """It counted as used, and values had to leave for it, or values that were needed sooner could not come."""
+    """It counted as used, so values left for it."""
 
     async def main(rig: Rig) -> None:
         fake = worker(100_000_000)

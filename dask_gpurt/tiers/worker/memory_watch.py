@@ -6,7 +6,8 @@ Two triggers move values to disk, as in distributed:
 * the process's resident set above ``distributed.worker.memory.spill``, watched here every ``monitor-interval``, down to
   ``distributed.worker.memory.target``: sizes are estimates, and tasks need memory too.
 
-When the process is too large, memory that other parts keep for later (`memory.reclaim`) and what is free inside of
+What waits in `memory.pages` for the next value to be read counts as free, and goes before any value does. While the
+process is still too large, memory that other parts keep for later (`memory.reclaim`) and what is free inside of
 allocators (`memory.arenas`) is given back too. Where shuffles have raised its thresholds, the allocator keeps much of
 it. To move values then does not make the process smaller, and a worker that distributed has paused for it would stay
 paused for good, with nothing in memory. (Seen: a sort of three times the memory.) So it is given back, too, wherever
@@ -49,7 +50,7 @@ _TRIM_SECONDS = 0.5
 #: share of the limit for memory that waits for the next value to be read into it
 _KEPT = 0.08
 _KEPT_LEAST = 64 << 20
-#: but no larger a share of what the process leaves to values. (On a worker of 280 MB, 172 of them its libraries, 64 MB
+#: and at most this share of the room that the process leaves to values. (Where libraries fill 172 MiB of 267, 64 MiB
 #: more brought the process above its marks with each value that was read, and the nanny ended it.)
 _KEPT_OF_ROOM = 0.25
 #: for the allocator to give back memory, 0.05 ms per MB
@@ -90,6 +91,7 @@ class MemoryWatch:
         #: times that the allocator was asked to give back what is free
         self.trims = 0
         self._trimmed = -math.inf
+        #: how much may wait where there is room enough
         self._kept_bytes = 0
         #: the allocator is at it
         self._trimming: asyncio.Future[None] | None = None
@@ -146,7 +148,7 @@ class MemoryWatch:
             self._engine.set_room(room)
             _allow(self, max(0, min(self._kept_bytes, int(_KEPT_OF_ROOM * room))))
         if size > high and idle:
-            # Before any value. At once: the rest of what is free comes in turns (`trim`).
+            # At once, as values would have to leave for it: the turns of `trim` are half a second apart.
             self._engine.io.loop.run_in_executor(None, pages.trim)
             size -= idle
         if size <= high:
