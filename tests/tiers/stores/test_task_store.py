@@ -19,6 +19,7 @@ import pytest
 from dask_gpurt.errors import LostData
 from dask_gpurt.tiers.engine.counters import LoopTime
 from dask_gpurt.tiers.engine.entry import TABLE, Entry, IllegalMove, State
+from dask_gpurt.tiers.engine.eviction import LEAST
 from dask_gpurt.tiers.storage.codec import PickleCodec, flat
 from tests.tiers.stores.mapping import check_mapping
 
@@ -163,7 +164,7 @@ def test_pinned_while_moving_is_kept_with_its_copy(run_rig: RunRig) -> None:
 
 
 def test_what_the_process_needs_for_itself_is_not_filled_with_values(run_rig: RunRig) -> None:
-    """The mark comes down with the room that the process leaves, and never below half the budget."""
+    """The mark comes down with the room that the process leaves."""
     slow = SlowOs()
 
     async def test(rig: Rig) -> None:
@@ -188,6 +189,25 @@ def test_what_the_process_needs_for_itself_is_not_filled_with_values(run_rig: Ru
         rig.validate()
 
     run_rig(test, os_layer=slow)
+
+
+def test_some_values_stay_however_little_room_the_process_leaves(run_rig: RunRig) -> None:
+    async def test(rig: Rig) -> None:
+        size = value(1).nbytes
+        rig.engine.budget_bytes = int(2.5 * size / LEAST)
+        for i in range(6):
+            rig.store[f"v{i}"] = value(i)
+        await rig.settle()
+        assert rig.engine.resident_bytes == 6 * size
+        rig.engine.set_room(4 * size)
+        await rig.settle()
+        assert rig.engine.resident_bytes == 4 * size
+        rig.engine.set_room(-size)
+        await rig.settle()
+        assert rig.engine.resident_bytes == 2 * size
+        rig.validate()
+
+    run_rig(test)
 
 
 @pytest.mark.parametrize("replace", [False, True])
@@ -324,6 +344,7 @@ def test_setting_and_deleting_from_another_thread(run_rig: RunRig) -> None:
         assert list(rig.store) == list(range(5, 20))
         assert len(rig.store.slow) >= 10
         assert all((rig.store[i] == i).all() for i in range(5, 20))
+        await rig.settle()  # to read them drove others out
         rig.validate()
 
     heard: set[int] = set()
