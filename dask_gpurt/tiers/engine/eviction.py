@@ -48,7 +48,7 @@ SLACK = 0.25
 #: share of what values may fill from which on it matters which of them leaves first
 NEAR = 0.5
 #: share of the budget that values may fill, however little room the process has. (Half of it, where libraries fill 180
-#: of 286 MiB, brought every second process to 0.96 of its limit. What may not stay is read again: it took no longer.)
+#: of 286 MiB, brought every second process to 0.96 of its limit. The price: joins at 500 MB write a third more.)
 LEAST = 0.125
 #: values that leave without a write in one turn of the loop, 25 us each
 DROPS = 1000
