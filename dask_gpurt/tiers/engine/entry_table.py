@@ -81,7 +81,8 @@ class Books:
             if of is None or of.apart or of.value is not value:
                 entry.apart = True
             elif of.handle is not None:
-                entry.handle, entry.lent = another(of.handle), of.lent
+                # While it is compared with its copy, nobody knows yet whether they are the same.
+                entry.handle, entry.lent = another(of.handle), of.lent or of.state is State.MOVING
         self.log.append(key, None, "add", State.RESIDENT)
         if self.ordered:
             self.victims.add(entry)
@@ -103,6 +104,8 @@ class Books:
         for twin in self.twins(entry):
             if twin.handle is None and not twin.apart and twin.state is State.RESIDENT and entry.handle is not None:
                 twin.handle = another(entry.handle)
+                # A task may have got the one while it was written, and before the other came.
+                twin.lent = twin.lent or entry.lent
                 if twin in self.victims:
                     self.victims.add(twin)
                 else:

@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 from distributed import Client, LocalCluster, wait
 
+from dask_gpurt.tiers.engine import io_threads
 from dask_gpurt.tiers.engine.entry import State
 from tests.tiers.storage.test_faults import LAYOUTS, every_layout
 
@@ -180,6 +181,68 @@ def test_changed_while_it_is_written(run_rig: Callable[..., None]) -> None:
         await rig.settle()
         await spill(rig)
         assert value_of(rig, "x") == 1
+
+    run_rig(test)
+
+
+def test_a_name_that_comes_while_the_value_is_compared(
+    run_rig: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(rig: Rig) -> None:
+        rig.store["a"] = np.zeros(20_000)
+        await spill(rig)
+        await change(rig, "a", 1)
+        begun, go_on = threading.Event(), threading.Event()
+        compare = io_threads.is_copy
+
+        def slow(*args: Any) -> bool:
+            same = compare(*args)
+            begun.set()
+            assert go_on.wait(30)
+            return same
+
+        monkeypatch.setattr(io_threads, "is_copy", slow)
+        rig.spill_all()
+        assert rig.store.entry("a").state is State.MOVING
+        await rig.engine.offload(begun.wait, 30)
+        pinned = await bring(rig, "a", task="b")
+        rig.store["b"] = rig.store["a"]
+        go_on.set()
+        await rig.settle()
+        rig.store.release(pinned)
+        await spill(rig)
+        assert set(rig.store.slow) == {"a", "b"}
+        assert value_of(rig, "a") == value_of(rig, "b") == 1
+
+    run_rig(test)
+
+
+def test_a_name_that_comes_while_a_changed_value_is_written(run_rig: Callable[..., None]) -> None:
+    async def test(rig: Rig) -> None:
+        begun, go_on = threading.Event(), threading.Event()
+        write = rig.disk.write
+
+        def slow(groups: Any) -> Any:
+            handle = write(groups)
+            begun.set()
+            assert go_on.wait(30)
+            return handle
+
+        rig.disk.write = slow  # type: ignore[method-assign]
+        rig.store["a"] = np.zeros(20_000)
+        rig.spill_all()
+        assert rig.store.entry("a").state is State.MOVING
+        await rig.engine.offload(begun.wait, 30)
+        rig.engine.shrink(0)  # else the new name is written by itself
+        await change(rig, "a", 1)
+        pinned = await bring(rig, "a", task="b")
+        rig.store["b"] = rig.store["a"]
+        go_on.set()
+        await rig.settle()
+        rig.store.release(pinned)
+        await spill(rig)
+        assert set(rig.store.slow) == {"a", "b"}
+        assert value_of(rig, "a") == value_of(rig, "b") == 1
 
     run_rig(test)
 
