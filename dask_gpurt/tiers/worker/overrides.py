@@ -137,8 +137,6 @@ class Execute(Override):
                 if device_turns is not None:
                     device_turn = await device_turns.begin(key, parts.store.device_inputs(inputs))
                 pinned = await parts.inputs.bring(key)
-                if parts.inputs.must_return(key):
-                    return RescheduleEvent(key=key, stimulus_id=f"gpurt-inputs-missing-{time()}")
                 parts.store.lend(key, pinned)
             except Exception:
                 self._failed("inputs")
@@ -148,6 +146,8 @@ class Execute(Override):
             room = await self._reserve_output(key)
             self.running += 1
             try:
+                if self._must_return(key):  # after the last wait: stock reads the inputs before it waits for anything
+                    return RescheduleEvent(key=key, stimulus_id=f"gpurt-inputs-missing-{time()}")
                 event: StateMachineEvent = await stock(key, stimulus_id=stimulus_id)
             finally:
                 self.running -= 1
@@ -170,6 +170,13 @@ class Execute(Override):
             if device_turns is not None:
                 device_turns.end(device_turn)
             parts.store.release(pinned)
+
+    def _must_return(self, key: Key) -> bool:
+        try:
+            return self._parts.inputs.must_return(key)
+        except Exception:
+            self._failed("inputs")
+            return False
 
     async def _reserve_output(self, key: Key) -> Reservation | None:
         """Room for what a task will return, by what tasks of its prefix returned so far.

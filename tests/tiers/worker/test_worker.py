@@ -527,6 +527,41 @@ async def test_a_task_that_is_handed_back_gives_back_its_pins(c: Client, s: Sche
     assert runtime.statistics()["fallbacks"] == {}
 
 
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2, worker_kwargs={"memory_limit": "512 MB"}, config=NO_WATCH)
+async def test_an_input_that_goes_while_a_task_waits_for_room(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
+    """The query is given up, and asked for again: the state machine then takes the waiting task for its run."""
+    runtime = await TierRuntime.install(a, tier_settings())
+    assert runtime._seam is not None
+    runtime._seam.turns.outputs.learn("y", 8 << 20)
+    engine, waits, go_on = runtime.engine, asyncio.Event(), asyncio.Event()
+    admit = engine.admit
+
+    async def gate(nbytes: int) -> Any:
+        if nbytes == 8 << 20 and not go_on.is_set():
+            waits.set()
+            await go_on.wait()
+        return await admit(nbytes)
+
+    engine.admit = gate  # type: ignore[method-assign]
+
+    def query() -> tuple[Any, Any]:
+        x = c.submit(make, 1, key="x", workers=[b.address])
+        return x, c.submit(total, x, key="y", workers=[a.address])
+
+    x, y = query()
+    await asyncio.wait_for(waits.wait(), 30)
+    x.release()
+    y.release()
+    await async_poll_for(lambda: "x" not in a.data and a.state.tasks["y"].state == "cancelled", timeout=30)
+    x, y = query()
+    await async_poll_for(lambda: a.state.tasks["y"].state == "executing", timeout=30)
+    go_on.set()
+    assert await y == total(make(1))
+    assert runtime._seam.inputs.returned_tasks == 1
+    assert engine.gate.reserved_bytes == 0
+    assert runtime.statistics()["fallbacks"] == {}
+
+
 # ---------------------------------------------------------------------------------------------- loss
 
 
