@@ -128,6 +128,8 @@ class Block:
     #: the entry in memory, while it is the only one; else all of them (a worker has 100,000 blocks, few with several)
     only: Entry | None = None
     several: dict[Entry, None] | None = None
+    #: times that a task got one of its values of which there was no copy
+    lends: int = 0
 
     @property
     def entries(self) -> Collection[Entry]:
@@ -186,6 +188,8 @@ class Entry:
     apart: bool = False
     #: a task got the value after the copy was made, or while it is being made: it may differ; see the module
     lent: bool = False
+    #: `Block.lends` of its blocks when its copy was known to be of it; more by now: it may differ
+    lends: int = 0
     #: it could not be encoded; stays in memory for good
     unspillable: bool = False
     #: writes that failed in a row

@@ -83,6 +83,7 @@ class Books:
             elif of.handle is not None:
                 # While it is compared with its copy, nobody knows yet whether they are the same.
                 entry.handle, entry.lent = another(of.handle), of.lent or of.state is State.MOVING
+                entry.lends = of.lends
         self.log.append(key, None, "add", State.RESIDENT)
         if self.ordered:
             self.victims.add(entry)
@@ -104,8 +105,8 @@ class Books:
         for twin in self.twins(entry):
             if twin.handle is None and not twin.apart and twin.state is State.RESIDENT and entry.handle is not None:
                 twin.handle = another(entry.handle)
-                # A task may have got the one while it was written, and before the other came.
-                twin.lent = twin.lent or entry.lent
+                # A task may have changed it, by either name, since that was begun.
+                twin.lent, twin.lends = twin.lent or entry.lent, entry.lends
                 if twin in self.victims:
                     self.victims.add(twin)
                 else:
@@ -118,6 +119,36 @@ class Books:
             if one in self.victims:
                 self.victims.discard(one)
                 self.offer(one)  # among those that are not clean
+
+    def shares(self, entry: Entry) -> bool:
+        """Whether others in memory are made of the same memory. Small ones do not count."""
+        for block in entry.blocks:  # noqa: SIM110  each input of each task passes here, and a generator takes twice as long
+            if block.members > 1 and block.nbytes >= SMALL_BYTES:
+                return True
+        return False
+
+    def lend_memory(self, entry: Entry) -> None:
+        """A task gets a value of which there is no copy: copies of others that share its memory may become wrong.
+
+        They are looked at when it matters (`look_lent`): there may be thousands of them, and of most there is no copy.
+        """
+        entry.lent = True
+        for block in entry.blocks:
+            block.lends += 1
+
+    def begin_copy(self, entry: Entry) -> None:
+        """A copy is begun of it as it is now, or compared with it."""
+        entry.lent = False
+        entry.lends = sum(block.lends for block in entry.blocks)
+        for twin in self.twins(entry):
+            if twin.handle is None and not twin.pins:  # what was changed so far is in the copy that it will share
+                twin.lent = False
+
+    def look_lent(self, entry: Entry) -> bool:
+        """Whether a task got it, or what shares its memory, since its copy was known to be of it."""
+        if not entry.lent and entry.lends != sum(block.lends for block in entry.blocks):
+            entry.lent = True
+        return entry.lent
 
     def disown_copy(self, handle: Handle) -> int:
         """It is no good: values in memory with a claim on it are without a copy now. How many; free it so often."""
@@ -196,6 +227,8 @@ class Books:
         if is_ and not was:
             entry.value = value
             self.blocks.join(entry, value)
+            if event != "revived":  # else it is the object that was here, and not what its copy was read to
+                entry.lends = sum(block.lends for block in entry.blocks)
         elif was and not is_:
             self.blocks.leave(entry, was_moving=before is State.MOVING)
         elif is_ and (after is State.MOVING) != (before is State.MOVING):

@@ -193,8 +193,11 @@ class Eviction:
                 return
             entry = victims.pop_clean(any_place=self._tier_rest.until > now)
             if entry is not None:
-                self._drop(entry)
                 drops += 1
+                if self._books.look_lent(entry):
+                    self._books.offer(entry)  # among those that are not clean
+                else:
+                    self._drop(entry)
                 continue
             if self._writes >= self._io.threads:
                 return
@@ -221,7 +224,7 @@ class Eviction:
             return False
         self._books.move(entry, "compare")
         entry.generation += 1
-        entry.lent = False
+        self._books.begin_copy(entry)
         self._writes += 1
         self._io.compare(entry, self._compared)
         return True
@@ -323,7 +326,7 @@ class Eviction:
         self._books.move(entry, "write")
         self._shrunk(entry)
         entry.generation += 1
-        entry.lent = False
+        self._books.begin_copy(entry)
         self._writes += 1
         self._io.write(entry, self._tier, self._written)
 
@@ -342,9 +345,10 @@ class Eviction:
                 self._io.free(handle)
             else:
                 entry.handle = handle
+                lent = self._books.look_lent(entry)
                 self._books.share_copy(entry)
                 # Lent: to a task of its own, or of another key of the same memory, while it was being written.
-                if entry.pins or entry.lent:
+                if entry.pins or lent:
                     self._books.move(entry, "kept")
                 else:
                     self._books.move(entry, "written")

@@ -300,11 +300,14 @@ class TieredStore(MutableMapping["Key", Any]):
         """The task of a key gets these, and may change them in place. One that only gives another name does not."""
         for entry in entries:
             # Most have no copy, and none is being made: there is nothing that could become wrong.
-            if entry.handle is None and entry.state is not State.MOVING and type(entry.value) is not Box:
+            copied = entry.handle is not None or entry.state is State.MOVING or type(entry.value) is Box
+            if not copied and not self._engine.books.shares(entry):
                 continue
             if self._renames(key) is not None:
                 return
-            if type(entry.value) is Box:
+            if not copied:
+                self._engine.books.lend_memory(entry)
+            elif type(entry.value) is Box:
                 entry.value.lent = True
             elif entry.in_memory:
                 self._engine.books.lend(entry)

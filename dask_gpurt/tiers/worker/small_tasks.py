@@ -52,18 +52,18 @@ class SmallTasks:
             if not ts.dependencies:
                 return []
             entries: list[Entry] = []
-            copied = False
+            lends = False
             nbytes = 0
-            entry_of = self._store.entry
+            entry_of, books = self._store.entry, self._engine.books
             for d in ts.dependencies:
                 entry = entry_of(d.key)
                 if entry is not None:
                     entries.append(entry)
                     nbytes += entry.nbytes
-                    copied = copied or entry.handle is not None
+                    lends = lends or entry.handle is not None or books.shares(entry)
             if nbytes >= least:
                 return None
-            if copied:
+            if lends:
                 self._store.lend(key, entries)
         except Exception:
             self._guard.failed("execute", "small task")

@@ -247,6 +247,63 @@ def test_a_name_that_comes_while_a_changed_value_is_written(run_rig: Callable[..
     run_rig(test)
 
 
+def test_what_is_changed_by_way_of_a_part_of_it(run_rig: Callable[..., None]) -> None:
+    async def test(rig: Rig) -> None:
+        rig.store["x"] = np.zeros(20_000)
+        await spill(rig)
+        pinned = await rig.store.ensure(["x"])
+        rig.store["part"] = rig.store["x"][:10_000]
+        assert rig.store.entry("x").clean  # no task that changes anything got it
+        await change(rig, "part", 1)  # of which there is no copy
+        rig.store.release(pinned)
+        await spill(rig)
+        assert set(rig.store.slow) == {"x", "part"}
+        assert value_of(rig, "x") == value_of(rig, "part") == 1
+
+    run_rig(test)
+
+
+@pytest.mark.parametrize("when", ["before", "during", "long"])
+def test_another_name_is_changed_while_the_first_is_written(run_rig: Callable[..., None], when: str) -> None:
+    """The task of it begins before the write does, or meanwhile; it ends before the write does, or after it."""
+
+    async def test(rig: Rig) -> None:
+        begun, go_on = threading.Event(), threading.Event()
+        write = rig.disk.write
+
+        def slow(groups: Any) -> Any:
+            handle = write(groups)
+            begun.set()
+            assert go_on.wait(30)
+            return handle
+
+        rig.disk.write = slow  # type: ignore[method-assign]
+        rig.store["a"] = np.zeros(20_000)
+        pinned = await bring(rig, "a", task="b")
+        rig.store["b"] = rig.store["a"]
+        rig.store.release(pinned)
+        if when != "during":
+            pinned = await bring(rig, "b")
+        rig.engine.shrink(160_000)
+        assert rig.store.entry("a").state is State.MOVING
+        rig.engine.shrink(0)
+        await rig.engine.offload(begun.wait, 30)
+        if when == "during":
+            pinned = await bring(rig, "b")
+        rig.store["b"][...] += 1
+        if when == "long":
+            go_on.set()
+            await rig.settle()
+        rig.store.release(pinned)
+        go_on.set()
+        await rig.settle()
+        await spill(rig)
+        assert set(rig.store.slow) == {"a", "b"}
+        assert value_of(rig, "b") == 1
+
+    run_rig(test)
+
+
 def test_changed_by_what_has_no_task(run_rig: Callable[..., None]) -> None:
     """``client.run`` reads ``worker.data`` on the loop; a thread of the user's anywhere."""
 

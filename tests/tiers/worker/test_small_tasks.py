@@ -22,7 +22,8 @@ class Case:
         self.eviction = SimpleNamespace(pressed=False)
         task = SimpleNamespace(prefix="a", dependencies=[SimpleNamespace(key="input")])
         worker: Any = SimpleNamespace(state=SimpleNamespace(tasks={"a-1": task}))
-        engine: Any = SimpleNamespace(eviction=self.eviction, pin=self.pinned.append)
+        books = SimpleNamespace(shares=lambda entry: False)
+        engine: Any = SimpleNamespace(eviction=self.eviction, pin=self.pinned.append, books=books)
         store: Any = SimpleNamespace(entry=lambda key: self.entry, host_bytes=lambda value, nbytes: nbytes)
         nothing: Any = None
         self.turns = Turns(
