@@ -284,6 +284,37 @@ def test_a_damaged_record_stops_compaction_only(small: DiskTier) -> None:
     assert small.used_bytes == 0
 
 
+def test_a_record_on_its_way_into_a_segment_that_is_compacted(small: DiskTier) -> None:
+    """By another thread. Its place there was moved on, though nothing pointed to it: a segment that never went."""
+    old = [small.write([(0, [noise(3000)])]) for _ in range(4)]  # fills a segment
+    new = [small.write([(0, [noise(3000)])]) for _ in range(3)]
+    write, calls = small._segments.write, iter(("first", "second"))
+    second_moves, first_ended = threading.Event(), threading.Event()
+    second = threading.Thread(target=new[2].free)
+
+    def waits(parts: Any) -> Record:
+        record = write(parts)
+        if next(calls) == "first":
+            second.start()
+            second_moves.wait(1)  # it does not, as long as the first one is at it
+        else:
+            second_moves.set()
+            first_ended.wait(30)
+        return record
+
+    small._segments.write = waits  # type: ignore[method-assign]
+    for handle in (*old[:2], *new[:2], old[2]):
+        handle.free()
+    first_ended.set()
+    second.join()
+    assert small.compactions == 2
+    assert bytes(old[3].load_part(0)[0][0]) == noise(3000).tobytes()
+    assert small.used_bytes == on_disk(small) == 3000
+    old[3].free()
+    assert small.files() == []
+    assert small.used_bytes == 0
+
+
 def test_a_record_that_is_freed_while_its_segment_is_compacted(small: DiskTier, monkeypatch: Any) -> None:
     """Another thread frees at the same time. The segment was then never compacted, whatever lived on in it."""
     handles = [small.write([(0, [noise(1000, i)])]) for i in range(10)]

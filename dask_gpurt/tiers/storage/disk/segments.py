@@ -115,6 +115,8 @@ class Segments:
         self._release = release
         self._segment_bytes = segment_bytes
         self._lock = threading.Lock()
+        #: One compaction at a time: another one must not move on what the first has written and not entered yet.
+        self._compacting = threading.Lock()
         self._open: list[Segment] = []
         #: segments that were compacted
         self.compactions = 0
@@ -245,7 +247,8 @@ class Segments:
             )
             segment.keep = segment.keep or worth
         if worth:
-            self._compact(segment)
+            with self._compacting:
+                self._compact(segment)
 
     def _compact(self, segment: Segment) -> None:
         """Move what lives elsewhere. Failing is no harm: the file goes when its last record dies."""
