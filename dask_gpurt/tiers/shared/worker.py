@@ -165,6 +165,8 @@ class SharedCopies:
     ) -> None:
         # In the loop that reads the scheduler's stream: what is raised here would end this worker.
         try:
+            if (hello or bye) and self._moving is not None:
+                self._moving.cancel()  # it is for a scheduler's part that has left
             if hello:
                 self._moving = asyncio.ensure_future(self._move(prefix))
             if bye:

@@ -207,6 +207,43 @@ async def test_without_a_copy_or_with_a_bad_one_it_is_computed_again(
         check(b)
 
 
+@gen_cluster(client=True, nthreads=[("", 1)], config=CONFIG)
+async def test_a_scheduler_that_leaves_while_a_worker_moves(c: Client, s: Scheduler, a: Worker) -> None:
+    """The store is slow. The worker then listened to nobody, and left its objects for that one to sweep."""
+    import tempfile
+    import threading
+    from pathlib import Path
+
+    with tempfile.TemporaryDirectory() as folder:
+        begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+        add = LeaseKeeper.add
+
+        def slow(self: LeaseKeeper, prefix: str) -> None:
+            begun.set()
+            assert go_on.wait(30)
+            add(self, prefix)
+            ended.set()
+
+        with mock.patch.object(LeaseKeeper, "add", slow):
+            shared = await extended(s, Path(folder, "store").as_uri())
+            await async_poll_for(begun.is_set, timeout=30)
+            shared.stop()
+            worker_side = runtime_of(a)._shared
+            assert worker_side is not None
+            moving = worker_side._moving
+            assert moving is not None
+            await c.submit(len, "")  # by the same stream: the worker has heard of it
+            go_on.set()
+            await async_poll_for(ended.is_set, timeout=30)
+            await async_poll_for(moving.done, timeout=30)
+        assert not worker_side.heard
+        await wait(c.map(make, range(6), log=str(Path(folder) / "log"), pure=False))
+        runtime_of(a).engine.shrink(1 << 60)
+        await runtime_of(a).engine.idle()
+        await a.close()
+        assert [p.name for p in Path(folder, "store").rglob("*") if p.is_file() and p.name != "lease"] == []
+
+
 @gen_cluster(client=True, nthreads=[("", 1)] * 2, config=CONFIG)
 async def test_removal_gives_everything_back(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
     import tempfile
