@@ -93,7 +93,7 @@ class Delivered(WorkerPlugin):
         """Tear down what was set up."""
         # A detach, or the same plugin once more, may come while a worker that joins still sets up. There is nothing to
         # tear down yet then, and what is set up after it would stay. A worker that closes has nothing to give back.
-        if worker.status not in (Status.closing, Status.closing_gracefully, Status.closed):
+        if worker.status not in (Status.closing, Status.closed):
             async with self._busy:
                 pass
         worker.metrics = {k: v for k, v in worker.metrics.items() if k != REFUSED}

@@ -389,6 +389,6 @@ class GpurtWorker(WorkerPlugin):
             parts.watch(False)
             if parts.feed is not None:  # it would go on for as long as the process, and keep the worker with its data
                 await parts.feed.stop()
-        if parts is None or worker.status in (Status.closing, Status.closing_gracefully, Status.closed):
+        if parts is None or worker.status in (Status.closing, Status.closed):
             return
         await parts.uninstall()

@@ -16,8 +16,9 @@ from typing import Any
 
 import dask
 import pytest
-from distributed import Client, LocalCluster, WorkerPlugin
-from distributed.utils_test import gen_cluster
+from distributed import Client, LocalCluster, Status, WorkerPlugin
+from distributed.spill import SpillBuffer
+from distributed.utils_test import async_poll_for, gen_cluster
 
 import dask_gpurt
 from dask_gpurt import planning
@@ -549,6 +550,21 @@ async def test_a_detach_while_a_worker_joins(s, a):
     Slow.may_go_on.set()
     await asyncio.gather(joins, detach)
     assert Slow.said == ["begins", "is set up", "is torn down"]
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2)
+async def test_a_detach_while_a_worker_is_drained(c, s, a, b):
+    """It is retired and stays. With a part left there, its next word about its tiers would have ended it."""
+    await dask_gpurt.attach(c)
+    await c.wait_for_workers(2)
+    stock = dict.fromkeys((a, b))
+    assert all(on_worker(worker) is not None for worker in stock)
+    await c.retire_workers([a.address], close_workers=False, remove=False)
+    await async_poll_for(lambda: a.status is Status.closing_gracefully, timeout=30)
+    await dask_gpurt.detach(c)
+    assert all(on_worker(worker) is None for worker in stock)
+    assert all(type(worker.data) is SpillBuffer for worker in stock)
+    assert "gpurt" not in a.metrics
 
 
 def test_kill_a_worker_during_a_merge(tmp_path: Path) -> None:
