@@ -145,7 +145,8 @@ class OutputBuilder:
             if self._sync(self._scheduler.open_again, key):
                 raise seam.Reschedule
             self._restart(f"output {part} was asked for again")
-        return counted(self._counting.of(part), [piece for some in taken for piece in some])
+        validity, chunks = taken
+        return counted(validity, [piece for chunk in chunks for piece in chunk])
 
     def void(self, parts: Collection[int]) -> None:
         """Rows that came for these outputs until now count no more; on the event loop."""
@@ -169,8 +170,8 @@ class OutputBuilder:
         self._sync(self._scheduler.restart)
         raise seam.Reschedule
 
-    async def _take(self, part: int) -> list[list[Piece]] | Absent:
-        """The pieces of an output, by chunk."""
+    async def _take(self, part: int) -> tuple[Validity | None, list[list[Piece]]] | Absent:
+        """The pieces of an output, by chunk, and which of their rows count (asked later, it may be another answer)."""
         self._host.raise_if_closed()
         if not self._counting.ready(part):
             return Absent.OPEN
@@ -185,7 +186,7 @@ class OutputBuilder:
         if self._counting.bound.get(part) != since:
             # An output that is being made is never void on purpose. Some of its new rows may be among these.
             raise LostData(f"output {part} became void while it was taken")
-        return taken
+        return self._counting.of(part), taken
 
 
 def counted(validity: Validity | None, pieces: list[Piece]) -> list[Piece]:

@@ -354,7 +354,9 @@ def test_nothing_is_taken_of_an_output_that_is_open():
             sync=None,  # type: ignore[arg-type]
             rows=None,  # type: ignore[arg-type]
             owners=Owners("a", dict.fromkeys(range(9), "a"), None),
-            counting=SimpleNamespace(ready=lambda part: part not in opened, bound=bound),  # type: ignore[arg-type]
+            counting=SimpleNamespace(  # type: ignore[arg-type]
+                ready=lambda part: part not in opened, bound=bound, of=lambda part: f"validity of {part}"
+            ),
             receiver=SimpleNamespace(settle=settle, take=take),  # type: ignore[arg-type]
             scheduler=None,  # type: ignore[arg-type]
             lost=set(),
@@ -366,7 +368,7 @@ def test_nothing_is_taken_of_an_output_that_is_open():
         assert await outputs._take(2) is Absent.TAKEN
         with pytest.raises(Exception, match="void while it was taken"):
             await outputs._take(1)
-        assert await outputs._take(4) == ["rows"]
+        assert await outputs._take(4) == ("validity of 4", ["rows"])
 
     asyncio.run(check())
 
