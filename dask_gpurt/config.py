@@ -23,6 +23,9 @@ _T = TypeVar("_T")
 #: what gpurt.yaml holds: defaults, and the complete list of keys
 DEFAULTS: dict[str, Any] = load("gpurt.yaml")
 
+#: of a size. Messages cannot carry integers of more than 64 bits, so a worker with such a budget could not report it.
+_MOST_BYTES = 1 << 60
+
 
 def _register() -> None:
     """Put our defaults below Dask's configuration. What is no mapping stays, so that `Settings.load` refuses it."""
@@ -323,6 +326,8 @@ def _bytes(value: Any, where: str, also: str = "") -> int:
         n = -1 if isinstance(value, str) and not value.strip() else int(dask.utils.parse_bytes(value))
     except (ValueError, TypeError, OverflowError):
         n = -1
-    if n < 0:
-        raise ConfigError(f"{where} is {value!r}, must be {also}a number of bytes >= 0, such as 1000000 or '200 GiB'")
+    if not 0 <= n <= _MOST_BYTES:
+        raise ConfigError(
+            f"{where} is {value!r}, must be {also}a number of bytes >= 0 and <= 1 EiB, such as 1000000 or '200 GiB'"
+        )
     return n

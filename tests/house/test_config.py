@@ -61,6 +61,8 @@ def test_every_key_is_an_argument_of_the_preload() -> None:
         ({"tiers.disk-reserve": -1}, ["-1", ">= 0"]),
         ({"tiers.disk-limit": " "}, ["gpurt.tiers.disk-limit is ' '", "200 GiB"]),
         ({"tiers.disk-reserve": "1e400"}, ["'1e400'", "200 GiB"]),
+        ({"tiers.disk-limit": 10**30}, [str(10**30), "<= 1 EiB"]),
+        ({"shuffle.receive-budget": "16 EiB"}, ["'16 EiB'", "<= 1 EiB"]),
         ({"tiers.directory": ["/tmp", "s3://bucket/x"]}, ["'s3://bucket/x'", "gpurt.tiers.object-store"]),
         ({"tiers.enabled": 1}, ["true or false"]),
         ({"placement.candidates": True}, ["a integer"]),
