@@ -90,10 +90,10 @@ def links(text: str) -> Path:
             return path
     found = re.fullmatch(r"([^@]+)@([0-9.]+) ?(us|ms|s)", text.strip())
     if found:
-        try:
-            return Path(float(found[2]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[found[3]], float(parse_bytes(found[1])))
-        except ValueError:
-            pass
+        with contextlib.suppress(ValueError, OverflowError):  # the latter of infinitely many bytes
+            bandwidth = float(parse_bytes(found[1]))
+            if bandwidth > 0:
+                return Path(float(found[2]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[found[3]], bandwidth)
     raise ConfigError(
         f"links are {text!r}; allowed are {', '.join(LINKS)}, or bytes per second @ latency, such as '1.2GB@0.5ms'"
     )

@@ -176,7 +176,7 @@ def test_links(text: str, latency: float, bandwidth: float) -> None:
     assert (path.latency_seconds, path.bytes_per_second) == pytest.approx((latency, bandwidth))
 
 
-@pytest.mark.parametrize("text", ["", "fast", "10GbE@1ms@2", "much@1ms", "1GB@1h"])
+@pytest.mark.parametrize("text", ["", "fast", "10GbE@1ms@2", "much@1ms", "1GB@1h", "0@1ms", "-1GB@1ms", "1e400@1ms"])
 def test_links_that_are_not(text: str) -> None:
     with pytest.raises(ConfigError, match="allowed are 1GbE"):
         links(text)
