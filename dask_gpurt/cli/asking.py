@@ -38,7 +38,11 @@ def status(address: str | None, verbose: bool, as_json: bool, timeout: float) ->
 @gpurt.command()
 @click.argument("address", required=False)
 @click.option(
-    "--interval", type=click.FloatRange(min=0), default=2.0, show_default=True, help="Seconds between two looks."
+    "--interval",
+    type=click.FloatRange(min=0, max=86_400),
+    default=2.0,
+    show_default=True,
+    help="Seconds between two looks.",
 )
 @click.option("--times", type=click.IntRange(min=1), help="Looks, instead of until Ctrl-C.")
 @asks

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from typing import TYPE_CHECKING, Any
 
 import dask.config
@@ -66,8 +67,8 @@ def found(client: Asked) -> Client | Cluster | str:
 
 def checked_seconds(timeout: float) -> None:
     """Refuse what is no number of seconds above 0 with a `ValueError`."""
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
-        raise ValueError(f"timeout is {timeout!r}, must be a number of seconds above 0")
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
+        raise ValueError(f"timeout is {timeout!r}, must be a number of seconds above 0, and finite")
 
 
 def is_asynchronous(client: Client | Cluster | str) -> bool:

@@ -80,7 +80,7 @@ def test_workers_have_numbers_for_names(client: Client) -> None:
     assert not dask_gpurt.release(client, [0]).held
 
 
-@pytest.mark.parametrize("timeout", ["5s", None, 0, -1, float("nan"), True])
+@pytest.mark.parametrize("timeout", ["5s", None, 0, -1, float("nan"), float("inf"), True])
 def test_a_timeout_is_seconds(timeout: Any, client: Client) -> None:
     with pytest.raises(ValueError, match=r"timeout is .*, must be a number of seconds above 0"):
         dask_gpurt.status(client, timeout=timeout)
