@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import os
 
 import click
 
@@ -27,10 +28,14 @@ def trace(file: str, chrome: str | None, damaged: bool) -> None:
 
     try:
         loaded = Trace.load(file, damaged=damaged)
-    except GpurtError as e:
+    except (GpurtError, OSError) as e:
         raise click.ClickException(str(e)) from e
     click.echo(summary(loaded))
     if chrome is not None:
+        if os.path.exists(chrome) and os.path.samefile(chrome, file):
+            raise click.ClickException(
+                f"--chrome is {chrome!r}, which is the trace itself. Remedy: the name of another file"
+            )
         try:
             with open(chrome, "w", encoding="utf-8") as out:
                 write(loaded, out)
@@ -82,7 +87,7 @@ def replay(
         trace = Trace.load(file)
         path = None if link is None else simulated.links(link)
         runs = [simulated.replay(trace, n, workers=workers, threads=threads, link=path, seed=seed) for n in names]
-    except (GpurtError, SimulationError) as e:
+    except (GpurtError, SimulationError, OSError) as e:
         raise click.ClickException(str(e)) from e
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(r) | {"error": r.error} for r in runs], indent=2, default=str))

@@ -139,5 +139,8 @@ def disable() -> None:
     """Undo `enable`. Running clusters are not touched (see dask_gpurt.detach)."""
     from dask_gpurt.client import switch
 
-    path = switch.disable()
+    try:
+        path = switch.disable()
+    except OSError as e:
+        raise click.ClickException(str(e)) from e
     click.echo(f"Nothing to do: there is no {switch.file()}" if path is None else f"Disabled: removed {path}")

@@ -75,3 +75,38 @@ def test_wrong_input_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         assert isinstance(got.exception, SystemExit), (arguments, got.exception)
         assert got.exit_code == 1
         assert said in got.output
+
+
+def test_a_file_that_cannot_be_read_or_removed_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DASK_CONFIG", str(tmp_path))
+    (tmp_path / "gpurt-preload.yaml").mkdir()  # which unlink refuses
+    for arguments in (["trace", "/proc/self/mem"], ["replay", "/proc/self/mem"], ["disable"]):
+        got = CliRunner().invoke(gpurt, arguments)
+        assert isinstance(got.exception, SystemExit), (arguments, got.exception)
+        assert got.exit_code == 1
+        assert "Error: [Errno" in got.output
+
+
+def test_a_drawing_never_replaces_its_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "run.trace"
+    path.write_bytes(b"recorded")
+    monkeypatch.setattr("dask_gpurt.observe.trace.reader.Trace.load", lambda *args, **kwargs: Trace("run.trace"))
+    got = CliRunner().invoke(gpurt, ["trace", str(path), "--chrome", str(tmp_path / "." / "run.trace")])
+    assert got.exit_code == 1
+    assert "which is the trace itself. Remedy: the name of another file" in got.output
+    assert path.read_bytes() == b"recorded"
+
+
+def test_no_time_is_endless() -> None:
+    for arguments, exit_code, said in (
+        (
+            ["status", "tcp://127.0.0.1:1", "--timeout", "inf"],
+            1,
+            "timeout is inf, must be a number of seconds above 0, and",
+        ),
+        (["top", "tcp://127.0.0.1:1", "--interval", "inf"], 2, "inf is not in the range"),
+    ):
+        got = CliRunner().invoke(gpurt, arguments)
+        assert isinstance(got.exception, SystemExit), (arguments, got.exception)
+        assert got.exit_code == exit_code
+        assert said in got.output

@@ -105,7 +105,10 @@ def read(file: IO[bytes], name: str) -> Iterator[list[list[Any]]]:
     """
     head = file.read(_HEADER.size)
     if len(head) < _HEADER.size or head[:8] != MAGIC:
-        raise TraceError(f"{name} is not a trace: it begins with {head[:8]!r}, not {MAGIC!r}")
+        raise TraceError(
+            f"{name} is not a trace: it begins with {head[:8]!r}, not {MAGIC!r}. Remedy: a file that "
+            "dask_gpurt.record or gpurt.trace.path wrote"
+        )
     _, version = _HEADER.unpack(head)
     if version != VERSION:
         raise TraceError(
@@ -115,7 +118,7 @@ def read(file: IO[bytes], name: str) -> Iterator[list[list[Any]]]:
     at = _HEADER.size
     expanded = 0
     while frame := file.read(_BLOCK.size):
-        damaged = f"{name} is damaged or cut off at byte {at:,}"
+        damaged = f"{name} is damaged or cut off at byte {at:,}{', where it begins' if at == _HEADER.size else ''}"
         if len(frame) < _BLOCK.size:
             raise TraceError(damaged)
         length, digest = _BLOCK.unpack(frame)

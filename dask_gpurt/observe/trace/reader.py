@@ -157,8 +157,13 @@ class Trace:
                 if not builder.ended:
                     raise TraceError(f"{path} has no end: the scheduler that wrote it was killed, or still writes it")
             except TraceError as e:
-                if not damaged or not trace.about:
-                    raise TraceError(f"{e}. Remedy: Trace.load(path, damaged=True) takes what is good of it") from e
+                if not trace.about:  # nothing of it is good
+                    raise
+                if not damaged:
+                    raise TraceError(
+                        f"{e}. Remedy: Trace.load(path, damaged=True), or `dask gpurt trace --damaged`, takes what is "
+                        "good of it"
+                    ) from e
                 trace.damage = str(e)
         return trace
 
