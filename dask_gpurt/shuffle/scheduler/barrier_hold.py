@@ -82,6 +82,17 @@ class Holder:
             if barrier is None or (barrier.state != "memory" and not barrier.waiters):
                 self._release(key, record)
 
+    def unwanted(self) -> None:
+        """A client has left: hold nothing whose query it took with it.
+
+        Its cluster may close before the next look. A barrier that is held still would be reported as lost with its
+        worker, which reads like a failure at the end of a run that went well.
+        """
+        for key, record in list(self._held.items()):
+            barrier = self._scheduler.tasks.get(key)
+            if barrier is None or not barrier.dependents:
+                self._release(key, record)
+
     def let_go(self) -> None:
         """Hold no run any more of which all outputs were made."""
         for key, record in list(self._held.items()):

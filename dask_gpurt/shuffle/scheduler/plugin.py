@@ -265,6 +265,10 @@ class GpurtShufflePlugin(seam.ShuffleSchedulerPlugin):
         """An event of the scheduler: a worker may begin no more tasks."""
         self.drain.heard(topic, msg)
 
+    def remove_client(self, scheduler: Scheduler, client: str) -> None:
+        """What it wanted is released already."""
+        self.holder.unwanted()
+
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """Ask a worker that has joined whether it can make our runs."""
         # Not awaited here: the worker answers calls only after its registration, which waits for us, has ended.

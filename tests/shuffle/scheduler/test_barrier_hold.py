@@ -11,7 +11,7 @@ from unittest import mock
 import dask.dataframe as dd
 import pandas as pd
 import pytest
-from distributed import SchedulerPlugin, futures_of
+from distributed import Client, SchedulerPlugin, futures_of
 from distributed.utils_test import gen_cluster
 
 from dask_gpurt.config import ShuffleSettings
@@ -124,6 +124,17 @@ async def test_a_worker_lost_after_the_last_output_costs_its_own_part(c, s, *wor
         went_on(takeover)
         await until(lambda: not plugin.active_shuffles)
         assert HOLDER not in s.clients
+
+
+@gen_cluster(**THREE)
+async def test_nothing_is_held_for_a_client_that_has_left(c, s, *workers, monkeypatch):
+    """Else a cluster that closes before the next look warns of a result that it has lost."""
+    monkeypatch.setattr(barrier_hold, "LOOK_SECONDS", 600)
+    async with taken_over(s, workers):
+        async with Client(s.address, asynchronous=True, set_as_default=False) as client:
+            same_rows(await client.compute(source(left, N).shuffle("k", npartitions=9)))
+            assert HOLDER in s.clients
+        await until(lambda: HOLDER not in s.clients and not s.tasks)
 
 
 @gen_cluster(**(TWICE | NO_DROPS))
