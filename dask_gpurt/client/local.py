@@ -29,6 +29,12 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
     from typing import Self
 
+#: what is mostly behind a worker's process that ends before it has said anything
+_UNGUARDED = (
+    ". Remedy: the output above has the error of that process; a script must create clusters below "
+    '`if __name__ == "__main__":`'
+)
+
 
 def local_cluster(
     *,
@@ -131,11 +137,14 @@ def _reason(error: BaseException) -> InstallError:
     """The error of ours that is behind one of Dask's, else one with the first error of all."""
     first = error
     while not isinstance(first, InstallError):
-        if first.__cause__ is None:
-            reason = InstallError(f"the cluster did not start: {type(first).__name__}: {first}")
+        # A nanny that cannot make a process asserts its state in vain; what the system said comes before.
+        cause = first.__cause__ or (first.__context__ if isinstance(first, AssertionError) else None)
+        if cause is None:
+            remedy = _UNGUARDED if "failed to start worker process" in str(first) else ""
+            reason = InstallError(f"the cluster did not start: {type(first).__name__}: {first}{remedy}")
             reason.__cause__ = error
             return reason
-        first = first.__cause__
+        first = cause
     return InstallError(str(first))
 
 

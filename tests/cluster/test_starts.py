@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import subprocess
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -216,6 +218,31 @@ def test_local_cluster_says_what_failed_on_the_scheduler(options: dict[str, Any]
         with pytest.raises(InstallError, match=says):
             dask_gpurt.local_cluster(**ONE, **options)
     assert _loops() <= before
+
+
+def test_local_cluster_says_why_a_nanny_can_make_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as without room in /dev/shm, or with too many processes of this user."""
+    from distributed.process import AsyncProcess
+
+    def refused(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(AsyncProcess, "__init__", refused)
+    before = _loops()
+    with pytest.raises(
+        InstallError, match=r"^the cluster did not start: OSError: \[Errno 28\] No space left on device"
+    ):
+        dask_gpurt.local_cluster(**(ONE | {"processes": True}))
+    assert _loops() <= before
+
+
+def test_a_script_without_a_guard_is_told_of_it(tmp_path: Path) -> None:
+    """Each worker's process runs it again, and ends when it makes a cluster of its own."""
+    script = tmp_path / "script.py"
+    script.write_text("import dask_gpurt\ndask_gpurt.local_cluster(n_workers=1, dashboard_address=':0')\n")
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1
+    assert "must create clusters below `if __name__" in ended.stderr.splitlines()[-1]
 
 
 def test_a_nannys_worker_says_why_it_did_not_start(tmp_path: Path) -> None:
