@@ -63,7 +63,7 @@ def require_folders(folders: Sequence[str]) -> None:
             os.makedirs(folder, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):  # permissions alone do not say: root, a mount that is read-only
                 return
-        except OSError as e:
+        except (OSError, ValueError) as e:  # the latter of a null byte
             failed.append(str(e))
     if failed:
         raise ConfigError(

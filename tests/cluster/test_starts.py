@@ -16,7 +16,7 @@ from distributed import Client, LocalCluster, Nanny, Scheduler, SpecCluster
 
 import dask_gpurt
 from dask_gpurt.client import local
-from dask_gpurt.errors import InstallError
+from dask_gpurt.errors import ConfigError, InstallError
 
 from .processes import Processes, processes, wait_text
 
@@ -218,6 +218,14 @@ def test_local_cluster_says_what_failed_on_the_scheduler(options: dict[str, Any]
         with pytest.raises(InstallError, match=says):
             dask_gpurt.local_cluster(**ONE, **options)
     assert _loops() <= before
+
+
+@pytest.mark.parametrize("folder", ["/proc/none", "a\0b"])
+def test_a_folder_that_none_can_make_is_named_at_once(folder: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^gpurt\.tiers\.directory is '.*', which cannot be used: .*Remedy: a folder"
+    ):
+        dask_gpurt.local_cluster(**ONE, settings={"tiers.directory": folder})
 
 
 def test_local_cluster_says_why_a_nanny_can_make_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
