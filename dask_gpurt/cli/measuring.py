@@ -116,7 +116,7 @@ def tpch(arguments: tuple[str, ...]) -> None:
     answer differs or a query failed.
     """
     missing = [name for name in ("duckdb", "pyarrow", "pandas") if importlib.util.find_spec(name) is None]
-    if missing:
+    if missing and not {"-h", "--help"} & set(arguments):
         raise click.ClickException(
             f"{', '.join(missing)} not installed, which the benchmark needs. Remedy: pip install 'dask-gpurt[bench]'"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import TYPE_CHECKING
 
 import pytest
@@ -95,6 +96,17 @@ def test_a_drawing_never_replaces_its_trace(monkeypatch: pytest.MonkeyPatch, tmp
     assert got.exit_code == 1
     assert "which is the trace itself. Remedy: the name of another file" in got.output
     assert path.read_bytes() == b"recorded"
+
+
+def test_the_benchmark_has_help_before_its_extra_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *args: None if name == "duckdb" else find(name, *args)
+    )
+    shown = CliRunner().invoke(gpurt, ["bench", "tpch", "--help"])
+    assert shown.exit_code == 0, shown.output
+    assert "--scale" in shown.output
+    assert "duckdb not installed" in CliRunner().invoke(gpurt, ["bench", "tpch"]).output
 
 
 def test_no_time_is_endless() -> None:
