@@ -182,7 +182,13 @@ def _said(node: dict[str, Any]) -> str:
         return "one of " + ", ".join(repr(v) for v in node["enum"])
     if "pattern" in node:
         return "one like " + ", ".join(repr(v) for v in node["examples"])
-    names = {"boolean": "true or false", "null": "null", "object": "a mapping", "array": "a list of strings"}
+    names = {
+        "boolean": "true or false",
+        "integer": "an integer",
+        "null": "null",
+        "object": "a mapping",
+        "array": "a list of strings",
+    }
     text = " or ".join(names.get(t, f"a {t}") for t in _types(node))
     bounds = [
         f"{word} {node[key]}"

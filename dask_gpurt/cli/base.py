@@ -40,8 +40,8 @@ Examples:
   dask gpurt bench tpch --scale 1 --runs 5 --json after.json
   dask gpurt bench compare before.json after.json
 
-ADDRESS may be left out where DASK_SCHEDULER_ADDRESS is set, or scheduler-address
-in Dask's configuration.
+ADDRESS may be left out, but not of hold and release, where DASK_SCHEDULER_ADDRESS
+is set, or scheduler-address in Dask's configuration.
 """
 
 

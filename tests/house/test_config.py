@@ -65,7 +65,7 @@ def test_every_key_is_an_argument_of_the_preload() -> None:
         ({"shuffle.receive-budget": "16 EiB"}, ["'16 EiB'", "<= 1 EiB"]),
         ({"tiers.directory": ["/tmp", "s3://bucket/x"]}, ["'s3://bucket/x'", "gpurt.tiers.object-store"]),
         ({"tiers.enabled": 1}, ["true or false"]),
-        ({"placement.candidates": True}, ["a integer"]),
+        ({"placement.candidates": True}, ["an integer"]),
         ({"placement.candidates": 1000}, [">= 2 and <= 64"]),
         ("tiers", ["'tiers', must be a mapping of keys to values"]),
         ({"tiers": "on"}, ["'on'", "mapping"]),
