@@ -161,6 +161,32 @@ def test_paused_workers_get_nothing() -> None:
     run()
 
 
+def test_inputs_larger_than_a_worker_fail_all_their_tasks() -> None:
+    """Dask fails such a task instead of giving it to a worker: those behind it in the queue have their turn."""
+
+    class Large:
+        def __sizeof__(self) -> int:
+            return 2**32
+
+    # A worker that watched its memory would pause.
+    watch = dict.fromkeys((f"distributed.worker.memory.{mark}" for mark in ("target", "spill", "pause")), False)
+
+    # distributed asserts with validation that the head of the queue goes to a worker.
+    @gen_cluster(client=True, nthreads=TWO, worker_kwargs={"memory_limit": 2**30}, config=watch, timeout=30)
+    async def run(c: Any, s: Scheduler, *workers: Worker) -> None:
+        s.validate = False
+        plugin = await install(s)
+        large = c.submit(Large)
+        await large
+        futures = c.map(lambda x, i: i, [large] * 20, range(20), pure=False)
+        results = await c.gather(futures, errors="skip", asynchronous=True)
+        assert results == []
+        assert {f.status for f in futures} == {"error"}
+        assert not plugin.statistics()["fallbacks"]
+
+    run()
+
+
 def test_worker_leaves_during_work() -> None:
     @gen_cluster(client=True, nthreads=FOUR, timeout=60)
     async def run(c: Any, s: Scheduler, *workers: Worker) -> None:

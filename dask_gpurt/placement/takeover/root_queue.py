@@ -200,7 +200,7 @@ class RootQueue:
         return None if at_work else self._stock_decide()
 
     def _send(self, ts: TaskState, ws: WorkerState, stimulus_id: str) -> bool:
-        """Send a queued task to a worker, or to its `home`; False when it did not go."""
+        """Send a queued task to a worker, or to its `home`; False when it is still queued."""
         home = self._ask(self._home, None, ts)
         if home is not None:
             self._log.root(ts.key, home.address, HOME)
@@ -209,9 +209,9 @@ class RootQueue:
             self.scheduler.transitions({ts.key: "processing"}, stimulus_id)
         finally:
             self._chosen.clear()
-        went = bool(ts.state == "processing")
-        self._dispatch.at_home += went and home is not None
-        return went
+        self._dispatch.at_home += ts.state == "processing" and home is not None
+        # Not whether it went: Dask fails a task whose inputs are larger than the worker, and those behind it may go.
+        return bool(ts.state != "queued")
 
     def _offer(self, ws: WorkerState, ahead: bool = False) -> TaskState | None:
         """The task that a worker pulls, checked; None: none in particular."""
