@@ -11,7 +11,8 @@ this order:
 3. *Rescue*: ask back tasks that wait on a slow worker and would be done sooner in the queue of a faster one, by means
    of work stealing. Stock only sees that the slow worker has little to do.
 4. *Stragglers*: start a second copy of overdue tasks on idle workers, see `straggler_policy`.
-5. *The queue*: fill slots again when a slow worker was refused a root task, or one was held for its owner for long.
+5. *The queue*: fill slots again when a slow worker was refused a root task, or one was held for its owner for long, and
+   as soon as stock decides.
 
 Before them, the bookkeeping and the judge of *whole graphs* get their look, see `graph_samples`.
 
@@ -140,7 +141,11 @@ class Monitor:
         workers = engine.workers.all.items
         if workers:
             engine.samples.look_round()
+        scheduler = engine.scheduler
         if not workers or engine.retired:
+            if scheduler.queued and scheduler.idle_task_count:
+                # Until just now it was held for its owner, whose task may go on for hours: no event would give it out.
+                scheduler.stimulus_queue_slots_maybe_opened(stimulus_id=f"gpurt-patrol-{self._clock()}")
             return
         began = time.perf_counter()
         now = self._clock()
@@ -155,7 +160,6 @@ class Monitor:
                 break
         self._at = at
         engine.speeds.refresh()
-        scheduler = engine.scheduler
         if engine.workers.idle.items and scheduler.idle and not scheduler.queued:
             self.stealing.balance()
         if engine.speeds.uneven:

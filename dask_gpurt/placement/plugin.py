@@ -14,8 +14,10 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING, Any, TypeVarTuple
 
+from distributed.core import Status
 from distributed.diagnostics.plugin import SchedulerPlugin
 
 from dask_gpurt.errors import GpurtError, InstallError
@@ -136,7 +138,9 @@ class PlacementPlugin(SchedulerPlugin):
             if part is not None:
                 (part.stop if isinstance(part, Monitor) else part.uninstall)()
         self.monitor = self.messages = self.copies = self.routes = self.stealing = None
-        self.engine = None
+        engine, self.engine = self.engine, None
+        if engine is not None:
+            self._guard(_give_out, engine.scheduler)
 
     async def close(self) -> None:
         """Hook of distributed: the scheduler closes."""
@@ -321,3 +325,9 @@ class PlacementPlugin(SchedulerPlugin):
             self._guard(self.engine.books.restarted)
         if self.copies is not None:
             self._guard(self.copies.restarted)
+
+
+def _give_out(scheduler: Scheduler) -> None:
+    """Fill slots as stock does: a root that was held for its owner would wait until that one's task ends."""
+    if scheduler.status is Status.running and scheduler.queued and scheduler.idle_task_count:
+        scheduler.stimulus_queue_slots_maybe_opened(stimulus_id=f"gpurt-uninstall-{time.time()}")

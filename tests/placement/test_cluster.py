@@ -7,6 +7,7 @@ import operator
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from distributed import Event as Gate
 from distributed import Nanny, Worker, get_worker
 from distributed.scheduler import Scheduler
 from distributed.utils_test import gen_cluster, inc, slowinc
@@ -15,6 +16,7 @@ from dask_gpurt.errors import InstallError, SeamMismatch
 from dask_gpurt.model import circuit_breaker
 from dask_gpurt.placement import engine
 from dask_gpurt.placement.bookkeeping import Bookkeeping
+from dask_gpurt.placement.decide.root_dispatch import RootDispatch
 from dask_gpurt.placement.plugin import PlacementPlugin
 from tests.placement.clusters import EXPECTED, FOUR, idle, install, tree, until
 from tests.placement.fakes import SETTINGS
@@ -94,6 +96,12 @@ def test_large_data_stays_where_it_is() -> None:
 
 def where(*args: Any) -> str:
     return get_worker().address
+
+
+def wait_if_first(i: int) -> int:
+    if i == 0:
+        Gate("gate").wait()
+    return i
 
 
 def test_worker_restrictions() -> None:
@@ -183,6 +191,31 @@ def test_inputs_larger_than_a_worker_fail_all_their_tasks() -> None:
         assert results == []
         assert {f.status for f in futures} == {"error"}
         assert not plugin.statistics()["fallbacks"]
+
+    run()
+
+
+@pytest.mark.parametrize("leave", ["safe mode", "uninstall"])
+def test_a_root_is_held_no_longer_than_placement_decides(monkeypatch: pytest.MonkeyPatch, leave: str) -> None:
+    monkeypatch.setattr(RootDispatch, "_cheap", lambda self: False)
+    # Of six roots each worker has three. One waits behind `gate` for its owner, and the other host has nothing to do.
+    hosts = [("127.0.0.1", 1), ("127.0.0.2", 1)]
+
+    @gen_cluster(client=True, nthreads=hosts, config={"distributed.scheduler.worker-saturation": 1.0}, timeout=30)
+    async def run(c: Any, s: Scheduler, *workers: Worker) -> None:
+        s.validate = False  # else distributed asserts that no root waits while a worker is idle
+        plugin = await install(s)
+        gate = Gate("gate")
+        futures = c.map(wait_if_first, range(6), pure=False)
+        await until(lambda: len(s.queued) == 1 and s.idle_task_count)
+        if leave == "safe mode":
+            assert plugin.engine is not None
+            plugin.engine.safe = True
+        else:
+            plugin.uninstall()
+        await until(lambda: not s.queued)
+        await gate.set()
+        assert await c.gather(futures) == list(range(6))
 
     run()
 
