@@ -10,7 +10,8 @@ what others have too. That policy ends when there is nothing left to copy, or no
 run add results; so it is added again until the worker holds nothing of its own (`Holds.look`). Tasks that it has not
 begun are asked back, which it answers truthfully.
 
-A task that nobody else may run (``workers=``, resources) must not wait for ever: its worker is let go, and said so.
+A task that nobody else may run (``workers=``, resources, all others have left) must not wait for ever: its worker is
+let go, and said so.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("distributed.scheduler.gpurt")
 
 #: of the scheduler, used here
-_NAMES = ("handle_worker_status_change", "unrunnable", "valid_workers", "running", "extensions", "stream_comms")
+_NAMES = (
+    *("handle_worker_status_change", "queued", "unrunnable", "valid_workers", "running", "extensions"),
+    "stream_comms",
+)
 #: what a worker says while it works; kept back
 _WORKING = ("running", "paused")
 #: between two rounds of the copies, where the cluster's own memory manager is off
@@ -193,7 +197,9 @@ class Holds:
         wanted: set[str] = set()
         # Thousands of tasks may wait, and few for different workers: one look at all workers for each question.
         asked: set[tuple[object, ...]] = set()
-        for ts in self._scheduler.unrunnable if held else ():
+        queued = self._scheduler.queued
+        # What Dask queues may run anywhere: one stands for all.
+        for ts in [*self._scheduler.unrunnable, *([queued.peek()] if queued else [])] if held else ():
             question = (
                 ts.loose_restrictions,
                 frozenset(ts.worker_restrictions or ()),

@@ -165,6 +165,21 @@ async def test_a_task_that_only_it_may_run_lets_it_go(c: Any, s: Any, *workers: 
         assert quarantine.counts["let_go"] == 1
 
 
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2, config=NO_AMM)
+async def test_queued_tasks_let_it_go_when_all_others_have_left(c: Any, s: Any, a: Any, b: Any) -> None:
+    async with guarded(s) as quarantine:
+        assert quarantine.hold([a.address], "test") == [a.address]
+        quarantine.look()
+        assert quarantine.statistics()["held"], "nothing waits"
+        await b.close()
+        futures = c.map(inc, range(20), pure=False)  # so many that Dask keeps them in its queue of roots
+        await until(lambda: len(s.queued) == 20)
+        assert not s.unrunnable
+        quarantine.look()
+        assert await c.gather(futures) == list(range(1, 21))
+        assert quarantine.counts["let_go"] == 1
+
+
 @gen_cluster(client=True, nthreads=[], config=NO_AMM)
 async def test_resources_count_as_that(c: Any, s: Any) -> None:
     async with Worker(s.address, resources={"GPU": 1}) as bad, Worker(s.address), guarded(s) as quarantine:
@@ -356,7 +371,7 @@ def test_tasks_that_wait_for_the_same_are_one_question(monkeypatch: pytest.Monke
     wants = {"loose_restrictions": False, "worker_restrictions": None, "host_restrictions": None}
     tasks = [mock.Mock(**wants, resource_restrictions={"GPU": 1 + i % 2}) for i in range(100)]
     workers = {f"w{i}": mock.Mock(address=f"w{i}", resources={"GPU": 1} if i == 0 else {}) for i in range(5)}
-    holds = Holds(mock.Mock(unrunnable=dict.fromkeys(tasks, 0.0), workers=workers))
+    holds = Holds(mock.Mock(unrunnable=dict.fromkeys(tasks, 0.0), queued=(), workers=workers))
     holds.held["w0"] = Held("w0", 0.0, "running")
     looks = 0
     may_run = holds._may_run
