@@ -15,6 +15,8 @@ that unit. So this opinion, in seconds, comes before Dask's own test, and a task
    what it costs other tasks, as in `cost`.
 3. A task of unknown duration is left to Dask: there is nothing to compare.
 4. A task whose inputs take longer to send than moving it can gain stays (`steal_gain`).
+5. Where tasks that run have all threads of the victim, and take much longer than expected, they are taken to go on for
+   as long again: how much longer is not known, it may be for hours. Nor may a task wait behind one that waits for it.
 
 The time is bounded. At most `THIEVES` workers are compared, and one round of balancing may take `ROUND_SECONDS` in all;
 then nothing more is stolen in it.
@@ -56,6 +58,8 @@ THIEVES = 8
 MAX_INPUTS = 64
 #: of the time of a task: what sending its inputs takes at most where a worker may queue it
 LIGHT = 0.1
+#: beyond what is expected of a task that runs before it counts as late, in seconds: heartbeats are as far apart
+LATE_SECONDS = 0.5
 #: time of one round of balancing, and what counts as one round
 ROUND_SECONDS = 0.02
 ROUND = 0.2
@@ -117,8 +121,9 @@ class StealPolicy:
         if home is None or prefix is None or prefix.seconds is None or len(ts.dependencies) > MAX_INPUTS:
             # Dask would give it to any worker; where that may be one that cannot read its inputs, it stays.
             return None if tables.devices.mixed and reads_device_values(ts) else STOCK
+        late = self._late_seconds(home)
         on_disk = tables.residence.on_disk
-        if on_disk and any(home.address in on_disk.get(d.key, ()) for d in ts.dependencies):
+        if not late and on_disk and any(home.address in on_disk.get(d.key, ()) for d in ts.dependencies):
             # Its worker's disk must read for it in any case; elsewhere the value has to be sent as well.
             self.opinions["disk"] += 1
             return None
@@ -129,7 +134,7 @@ class StealPolicy:
             self.opinions["time"] += 1
             return None
         try:
-            return self._choose(ts, thieves, in_flight, valid, home, prefix, busy)
+            return self._choose(ts, thieves, in_flight, valid, home, prefix, busy, late)
         finally:
             self._spent += time.perf_counter() - began
 
@@ -142,6 +147,7 @@ class StealPolicy:
         home: WorkerInfo,
         prefix: Prefix,
         busy: bool,
+        late: float,
     ) -> WorkerState | None:
         tables = self._tables
         far = tables.links.link(LinkClass.NETWORK)
@@ -174,7 +180,7 @@ class StealPolicy:
         if (prefix.usual or prefix).brief and home.ws.occupancy > backlog:
             backlog = home.ws.occupancy
         backlog += min(0, in_flight.get(home.ws, 0)) * task.compute_seconds
-        at_home = max(backlog * home.slowness / home.ws.nthreads, task.compute_seconds * slowness)
+        at_home = max(backlog * home.slowness / home.ws.nthreads, task.compute_seconds * slowness) + late
         if at_home <= tables.slack.seconds():
             self.opinions["slack"] += 1
             return None
@@ -182,13 +188,25 @@ class StealPolicy:
             self.opinions["home"] += 1
             return None
         sending = sent_bytes / bandwidth
-        if sending > task.compute_seconds * slowness:
+        if not late and sending > task.compute_seconds * slowness:
             gain = self._gain.seconds(ts, home.ws)
             if gain is not None and sending > (gain + _may_follow(ts, best.ws) * task.compute_seconds) * slowness:
                 self.opinions["gain"] += 1
                 return None
         self.opinions["allowed"] += 1
         return best.ws
+
+    def _late_seconds(self, home: WorkerInfo) -> float:
+        """For how long all threads of a worker have been late with what they run; 0: some are not, or not by much."""
+        ws, charges = home.ws, self._tables.backlog.charges
+        late = []
+        for ts, seconds in ws.executing.items():
+            if seconds > LATE_SECONDS and ts.processing_on is ws and ts not in ws.long_running:
+                charge = charges.get(ts.key)
+                expected = 0.0 if charge is None else charge.seconds * home.speed.measured_slowness(ts.prefix.name)
+                if seconds - expected > LATE_SECONDS:
+                    late.append(seconds - expected)
+        return min(late) if late and len(late) >= ws.nthreads else 0.0
 
     def _free(
         self,

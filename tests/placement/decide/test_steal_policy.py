@@ -25,3 +25,26 @@ def test_a_thief_queues_tasks_whose_inputs_cost_nothing(nbytes: int, most: int) 
             coming = {idle: moved, home: -moved}
     assert 1 <= moved <= most
     assert most == 1 or moved >= 8
+
+
+@pytest.mark.parametrize("what", ["unknown", "known", "on disk"])
+def test_a_task_leaves_a_worker_whose_threads_do_not_come_free(what: str) -> None:
+    """Seen: it stayed behind a task of an hour that nothing was known of, as its input takes 0.2 s to send."""
+    home, idle = FakeWorker(1, nthreads=2), FakeWorker(2)
+    engine = make_engine([home, idle])
+    source = FakeTask("source-0", nbytes=20_000_000, on=(home,))
+    short = FakeTask("use-0", source)
+    learn(engine, "use", 0.02, 1000)
+    if what == "known":
+        learn(engine, "hour", 0.05, 1000)
+    elif what == "on disk":
+        engine.tables.residence.heard(home.address, [(source.key, source.nbytes)], [])
+    hours = [FakeTask(f"hour-{i}") for i in range(2)]
+    for task in (*hours, short):
+        assign(engine, task, home)
+    home.executing = {hours[0]: 60.0, hours[1]: 0.1}
+    assert engine.thief(short, {idle}, {}, None) is None, "one thread will be free soon"
+    home.executing[hours[1]] = 60.0
+    assert engine.thief(short, {idle}, {}, None) is idle
+    home.long_running.add(hours[1])
+    assert engine.thief(short, {idle}, {}, None) is None, "it has seceded"
