@@ -18,6 +18,8 @@ import math
 import time
 from typing import TYPE_CHECKING
 
+from dask_gpurt.placement.tables.worker_facts import is_running
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -86,7 +88,8 @@ class ClusterSpeed:
         """Take the sum of speeds and the median slowness anew. O(workers)."""
         workers = self._table.all.items
         self._taken = self._clock()
-        self._sum = sum([w.ws.nthreads / w.slowness for w in workers])
+        # Those that are paused or leave take none of the queue, and may do so for hours.
+        self._sum = sum([w.ws.nthreads / w.slowness for w in workers if is_running(w.ws)])
         # As statistics.median, which takes several times as long; this is done a few times a second.
         ordered = sorted([w.slowness for w in workers])
         half = len(ordered) // 2

@@ -124,6 +124,16 @@ def test_a_refused_worker_gets_work_in_the_end() -> None:
     assert not pace.refusing
 
 
+def test_workers_that_take_no_tasks_do_not_keep_a_slow_one_from_them() -> None:
+    _, infos, pace, _ = table([10, 1, 1, 1])
+    for info in infos[1:]:
+        info.ws.status = Status.paused
+    assert pace.worth(infos[0], 1)
+    infos[1].ws.status = Status.running
+    pace.refresh()
+    assert not pace.worth(infos[0], 1)
+
+
 def test_equally_slow_workers_all_work() -> None:
     _, infos, pace, _ = table([10, 10, 10])
     pace.refresh()
