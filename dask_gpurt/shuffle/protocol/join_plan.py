@@ -13,6 +13,9 @@ right          left                       every right row is in the result
 outer, others  none                       every row is
 =============  =========================  ===================================================
 
+Nor may rows of a side go that has categories which its meta does not know: each input brings its own, and those of an
+input whose rows are all dropped would be missing from the result (``observed=False`` shows them).
+
 A filter of some keys of a side says nothing: a key that is absent so far may come with the next input. So only the
 filter of *all* inputs of a side is used (`covers`), which is there once that side's barrier is reached. Whether parts
 of it came from attempts that count makes no difference: the rows of an input are the same whenever it is split, by
@@ -117,11 +120,22 @@ def side_of(
             return None, "keys of two dtypes"
         if not exact(one):
             return None, f"keys of dtype {one}"
+    drops = frozenset(name for name in drops if not _brings_categories(metas[name]))
+    if not drops:
+        return None, "categories that are not known"
     partner = join.right if shuffle_id == join.left else join.left
     small = inputs[shuffle_id] <= inputs[partner] if collecting is None else shuffle_id in collecting
     builds = partner in drops and small
     side = JoinSide(partner, keys[shuffle_id], inputs[shuffle_id], inputs[partner], shuffle_id in drops, builds)
     return side, ""
+
+
+def _brings_categories(meta: pd.DataFrame) -> bool:
+    """Whether the inputs of a side have categories that its meta does not know."""
+    from dask.dataframe.utils import UNKNOWN_CATEGORIES
+
+    kinds = (getattr(dtype, "categories", None) for dtype in meta.dtypes)
+    return any(categories is not None and UNKNOWN_CATEGORIES in categories for categories in kinds)
 
 
 def _names(on: Any) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from dask.dataframe.utils import UNKNOWN_CATEGORIES
 
 from dask_gpurt.shuffle.protocol.join_order import (
     FIRST_TASKS,
@@ -70,6 +71,17 @@ def test_reasons_for_no_filter(change: dict[str, Any], why: str) -> None:
 def test_keys_of_refused_dtypes() -> None:
     metas = {"l": METAS["l"].astype({"a": "category"}), "r": METAS["r"].astype({"b": "category"})}
     assert side_of(JOIN, "l", metas, INPUTS) == (None, "keys of dtype category")
+
+
+def test_a_side_whose_inputs_bring_categories_drops_no_rows() -> None:
+    known = METAS["l"].assign(c=pd.Categorical(["x"]))
+    unknown = METAS["l"].assign(c=pd.Categorical([None], categories=[UNKNOWN_CATEGORIES]))
+    sides = [side_of(JOIN, name, {**METAS, "l": unknown}, INPUTS)[0] for name in "lr"]
+    assert [(side.drops, side.builds) for side in sides if side is not None] == [(False, False), (True, False)]
+    assert side_of(JOIN, "l", {**METAS, "l": known}, INPUTS)[0].drops  # type: ignore[union-attr]
+    right_join = dataclasses.replace(JOIN, how="right")
+    for name in "lr":
+        assert side_of(right_join, name, {**METAS, "l": unknown}, INPUTS) == (None, "categories that are not known")
 
 
 def test_only_the_keys_of_all_inputs_are_used() -> None:
