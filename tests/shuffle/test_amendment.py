@@ -518,3 +518,39 @@ async def test_an_input_that_fails_when_it_is_made_again_fails_the_outputs_that_
             await asyncio.wait_for(c.compute(out), 30)
         assert takeover.statistics()["errors"] == 0, takeover.statistics()["last_error"]
         await until(lambda: not takeover.statistics()["recovery"]["amending"])
+
+
+LAST = threading.Event()
+LAST_BEGAN = threading.Event()
+
+
+def last_waits(i: int) -> pd.DataFrame:
+    if i == N - 1:
+        LAST_BEGAN.set()
+        assert LAST.wait(60)
+    return left(i).add_suffix("_")
+
+
+# Two threads each: no input may have to wait behind the last one.
+@gen_cluster(**THREE | {"nthreads": [("127.0.0.1", 2)] * 3})
+async def test_an_input_that_fails_when_it_is_made_again_fails_a_join_whose_other_side_comes_later(c, s, *workers):
+    """The outputs wait for the other side's barrier when the input fails. They must not wait for ever."""
+    FAILS.clear()
+    LAST.clear()
+    LAST_BEGAN.clear()
+    settings = ShuffleSettings(enabled=True, transport="rpc", retain=0.0)
+    async with taken_over(s, workers, settings=settings) as (takeover, _):
+        sides = source(fails_later, N), source(last_waits, N)
+        f = c.compute(sides[0].merge(sides[1], left_on="k", right_on="k_", shuffle_method="p2p", broadcast=False))
+        try:
+            await until(lambda: LAST_BEGAN.is_set() and any(one.passed for one in takeover._plugin.runs.all()))
+            waits = {ts.processing_on.address for ts in s.tasks.values() if ts.key[-1] == N - 1 and ts.processing_on}
+            FAILS.set()
+            await lose(next(w for w in workers if w.address not in waits))
+            await until(lambda: any(ts.state == "erred" for ts in s.tasks.values()))
+            await until(lambda: not takeover.statistics()["recovery"]["amending"])
+        finally:
+            LAST.set()
+        with pytest.raises(OSError, match="the file is gone"):
+            await asyncio.wait_for(f, 20)
+        assert takeover.statistics()["errors"] == 0, takeover.statistics()["last_error"]

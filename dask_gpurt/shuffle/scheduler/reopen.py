@@ -344,18 +344,29 @@ class Opener:
         return Step.DONE
 
     def _fail(self, record: RunRecord, barrier: TaskState, failed: TaskState) -> Step:
-        """A transfer task has failed: so do the tasks of open outputs, which the barrier's result keeps from it."""
-        opened = record.amendments.opened or frozenset()
-        tasks = [ts for ts in barrier.dependents if output_of(ts.run_spec, record.id) in opened]
+        """A transfer task has failed: so do the barrier and all outputs that are not made, as with Dask.
+
+        Dask spares what has a result, here the barrier, and with it the outputs. The outputs
+        of a join that wait for the other side would then wait, once that is there, for inputs that nothing makes.
+        """
         stimulus_id = f"gpurt-failed-{record.id}-{record.amendments.epoch}"
-        cause = (failed.exception_blame or failed).key
+        cause = failed.exception_blame or failed
         recommendations: dict[Any, Any] = {}
-        for ts in tasks:
-            if ts.state == "no-worker":
-                recommendations |= self._scheduler.transition(ts.key, "erred", stimulus_id=stimulus_id, cause=cause)
+        for ts in list(barrier.dependents):
+            if ts.state in ("no-worker", "queued"):
+                recommendations |= self._scheduler.transition(ts.key, "erred", stimulus_id=stimulus_id, cause=cause.key)
+            elif ts.state == "waiting":
+                ts.exception_blame = cause
+                recommendations[ts.key] = "erred"
         self._scheduler.transitions(recommendations, stimulus_id=stimulus_id)
-        # One that a worker has comes back, and is parked.
-        return Step.WAIT if any(ts.state == "processing" for ts in tasks) else Step.DONE
+        # What a worker has may be complete. If it is not, it comes back, and is parked.
+        if any(ts.state == "processing" for ts in barrier.dependents):
+            return Step.WAIT
+        self._scheduler.transitions({barrier.key: "released"}, stimulus_id=stimulus_id)
+        if barrier.state == "released":
+            barrier.exception_blame = cause
+            self._scheduler.transitions({barrier.key: "erred"}, stimulus_id=stimulus_id)
+        return Step.DONE
 
     def _over(self, record: RunRecord, barrier: TaskState | None) -> bool:
         """Whether there is nothing to complete any more: the run, or its barrier's result, is gone."""
