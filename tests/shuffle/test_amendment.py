@@ -13,7 +13,9 @@ from unittest import mock
 import dask.dataframe as dd
 import pandas as pd
 import pytest
+from dask import delayed
 from distributed import SchedulerPlugin, futures_of
+from distributed.client import FutureCancelledError
 from distributed.comm import CommClosedError
 from distributed.core import ConnectionPool
 from distributed.utils_test import NO_AMM, gen_cluster
@@ -553,4 +555,18 @@ async def test_an_input_that_fails_when_it_is_made_again_fails_a_join_whose_othe
             LAST.set()
         with pytest.raises(OSError, match="the file is gone"):
             await asyncio.wait_for(f, 20)
+        assert takeover.statistics()["errors"] == 0, takeover.statistics()["last_error"]
+
+
+@gen_cluster(**THREE)
+async def test_rows_that_cannot_be_made_again_are_missed_by_no_output(c, s, *workers):
+    """Scattered inputs are lost with a worker after the barrier. The futures are cancelled then, as with Dask."""
+    inputs = [await c.scatter(left(i), workers=[workers[i % 3].address]) for i in range(N)]
+    d = dd.from_delayed([delayed(one) for one in inputs], meta=left(0).iloc[:0], verify_meta=False)
+    async with taken_over(s, workers) as (takeover, _):
+        async with after_the_barrier(c, s, d.shuffle("k", npartitions=9)) as (out, keys):
+            victim, _kept = whose(s, keys)
+            await lose(next(w for w in workers if w.address == victim))
+        with pytest.raises(FutureCancelledError):
+            same_rows(await asyncio.wait_for(c.compute(out), 30))
         assert takeover.statistics()["errors"] == 0, takeover.statistics()["last_error"]

@@ -13,7 +13,9 @@ Outputs of survivors are made and kept all the while. Another loss meanwhile beg
 
 An output task that is not pinned (a join's, one that was fused) may be sent anywhere at any time. It asks where it
 belongs, and is parked when that is open (`place`). If its rows are gone, since it was not wanted when its owner was
-lost, the shuffle is restarted; so it is when the barrier's result is lost.
+lost, the shuffle is restarted; so it is when the barrier's result is lost, and when an input cannot be made again
+(scattered data whose only holder was lost): Dask forgets its transfer task, and has the barrier's result, which stays,
+depend on the others alone (``has_lost_dependencies``).
 
 An output that was made, and is wanted again though its owner lives (what was made of it was on another worker, say,
 which had stolen the task that followed), is opened with the others, all of its rows void. If that is found out only
@@ -127,7 +129,7 @@ class Opener:
         """
         state, worker_for = record.amendments, record.worker_for
         parts = _parts(record, barrier)
-        if parts is None or record.failed or state.epoch >= EPOCHS:
+        if parts is None or record.failed or state.epoch >= EPOCHS or barrier.has_lost_dependencies:
             return Begun.IMPOSSIBLE
         wanted = {part for ts, part in parts.items() if ts.state not in NOT_WANTED}
         if not all(part in worker_for for part in wanted):
@@ -277,7 +279,7 @@ class Opener:
         Raises
         ------
         AnswersFailed
-            It cannot be flushed.
+            It cannot be flushed, or an input cannot be made again.
         """
         barrier = self._runs.barrier_of(record.id)
         failures = 0
@@ -327,6 +329,8 @@ class Opener:
         _, keys = record.agreed(answers)
         if failed := next((ts for ts in barrier.dependencies if ts.state == "erred" and ts.key not in keys), None):
             return self._fail(record, barrier, failed)
+        if barrier.has_lost_dependencies:
+            raise AnswersFailed("an input cannot be made again")
         if self.run_again(record, keys, f"gpurt-open-{record.id}-{epoch}"):
             self._under_way(record, barrier, under_way)
             return Step.WAIT
