@@ -570,3 +570,27 @@ async def test_rows_that_cannot_be_made_again_are_missed_by_no_output(c, s, *wor
         with pytest.raises(FutureCancelledError):
             same_rows(await asyncio.wait_for(c.compute(out), 30))
         assert takeover.statistics()["errors"] == 0, takeover.statistics()["last_error"]
+
+
+@gen_cluster(**THREE)
+async def test_an_output_is_made_again_without_inputs_that_are_gone_if_their_rows_are_there(c, s, *workers):
+    """The client has let scattered inputs go, so Dask forgets them after the barrier. An output's task fails."""
+    failed: list[int] = []
+    make = GpurtShuffleRun._get_output_partition
+
+    def fails_once(self, partition_id, *args, **kwargs):
+        df = make(self, partition_id, *args, **kwargs)
+        if not failed:
+            failed.append(partition_id)
+            raise ValueError("once")
+        return df
+
+    inputs = [await c.scatter(left(i), workers=[workers[i % 3].address]) for i in range(N)]
+    d = dd.from_delayed([delayed(one) for one in inputs], meta=left(0).iloc[:0], verify_meta=False)
+    async with taken_over(s, workers) as (takeover, _):
+        with mock.patch.object(GpurtShuffleRun, "_get_output_partition", fails_once):
+            f = c.compute(d.shuffle("k", npartitions=9), retries=2)
+            del inputs, d
+            same_rows(await asyncio.wait_for(f, 30))
+        assert failed
+        assert went_on(takeover)["recovery"]["outputs_void"] == 1

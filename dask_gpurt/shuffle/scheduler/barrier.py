@@ -129,6 +129,8 @@ class Barrier:
         if (step := self._bind(record)) is not Step.DONE:
             return step
         state.handing.clear()
+        if (barrier := self._runs.barrier_of(record.id)) is not None:
+            record.inputs = len(barrier.dependencies)
         record.happened(RunEvent.BARRIER_PASSED)
         # Its partner may wait for the result.
         self._runs.listen(seam.barrier_key(record.id), functools.partial(self._runs.changed, record))

@@ -129,8 +129,10 @@ class Opener:
         """
         state, worker_for = record.amendments, record.worker_for
         parts = _parts(record, barrier)
-        if parts is None or record.failed or state.epoch >= EPOCHS or barrier.has_lost_dependencies:
+        if parts is None or record.failed or state.epoch >= EPOCHS:
             return Begun.IMPOSSIBLE
+        if lost is not None and barrier.has_lost_dependencies:
+            return Begun.IMPOSSIBLE  # what it had split cannot be made again
         wanted = {part for ts, part in parts.items() if ts.state not in NOT_WANTED}
         if not all(part in worker_for for part in wanted):
             return Begun.IMPOSSIBLE  # made before the run that is for the rest
@@ -326,10 +328,10 @@ class Opener:
         answers = await self._calls.amend(record)
         if answers is None or not same():
             return Step.WAIT
-        _, keys = record.agreed(answers)
+        attempts, keys = record.agreed(answers)
         if failed := next((ts for ts in barrier.dependencies if ts.state == "erred" and ts.key not in keys), None):
             return self._fail(record, barrier, failed)
-        if barrier.has_lost_dependencies:
+        if barrier.has_lost_dependencies and len(attempts) < record.inputs:
             raise AnswersFailed("an input cannot be made again")
         if self.run_again(record, keys, f"gpurt-open-{record.id}-{epoch}"):
             self._under_way(record, barrier, under_way)

@@ -83,6 +83,8 @@ class RunRecord:
     phase: Phase = Phase.RECEIVING
     #: key of a transfer task whose result was lost with a worker -> the epoch of that loss
     least: dict[Hashable, int] = dataclasses.field(default_factory=dict)
+    #: number of inputs, known when its barrier has passed: Dask may forget some of their tasks later
+    inputs: int = 0
     #: outputs that were made since they were opened last
     made: set[int] = dataclasses.field(default_factory=set)
     #: output -> how often its task has asked for it, as it was handed out before
