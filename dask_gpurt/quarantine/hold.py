@@ -10,7 +10,7 @@ what others have too. That policy ends when there is nothing left to copy, or no
 run add results; so it is added again until the worker holds nothing of its own (`Holds.look`). Tasks that it has not
 begun are asked back, which it answers truthfully.
 
-A task that nobody else may run (``workers=``, resources, all others have left) must not wait for ever: its worker is
+A task that no other worker may run (``workers=``, resources, all others have left) must not wait for ever: its worker is
 let go, and said so.
 """
 

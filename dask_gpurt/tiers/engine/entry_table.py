@@ -81,7 +81,7 @@ class Books:
             if of is None or of.apart or of.value is not value:
                 entry.apart = True
             elif of.handle is not None:
-                # While it is compared with its copy, nobody knows yet whether they are the same.
+                # While it is compared with its copy, it is not known yet whether they are the same.
                 entry.handle, entry.lent = another(of.handle), of.lent or of.state is State.MOVING
                 entry.lends = of.lends
         self.log.append(key, None, "add", State.RESIDENT)

@@ -209,7 +209,7 @@ async def test_without_a_copy_or_with_a_bad_one_it_is_computed_again(
 
 @gen_cluster(client=True, nthreads=[("", 1)], config=CONFIG)
 async def test_a_scheduler_that_leaves_while_a_worker_moves(c: Client, s: Scheduler, a: Worker) -> None:
-    """The store is slow. The worker then listened to nobody, and left its objects for that one to sweep."""
+    """The store is slow. The worker then listened to no scheduler, and left its objects for that one to sweep."""
     import tempfile
     import threading
     from pathlib import Path
