@@ -10,8 +10,8 @@ what others have too. That policy ends when there is nothing left to copy, or no
 run add results; so it is added again until the worker holds nothing of its own (`Holds.look`). Tasks that it has not
 begun are asked back, which it answers truthfully.
 
-A task that no other worker may run (``workers=``, resources, all others have left) must not wait for ever: its worker is
-let go, and said so.
+A task that no other worker may run (``workers=``, resources, all others have left) must not wait for ever: its
+worker is let go, and said so.
 """
 
 from __future__ import annotations
