@@ -40,6 +40,21 @@ async def change(rig: Rig, key: Any, by: float, *, task: Any = "task") -> None:
     rig.store.release(pinned)
 
 
+def slow_writes(rig: Rig) -> tuple[threading.Event, threading.Event]:
+    """Writes to the disk are done, which sets the first event, and end after the second is set."""
+    begun, go_on = threading.Event(), threading.Event()
+    write = rig.disk.write
+
+    def slow(groups: Any) -> Any:
+        handle = write(groups)
+        begun.set()
+        assert go_on.wait(30)
+        return handle
+
+    rig.disk.write = slow  # type: ignore[method-assign]
+    return begun, go_on
+
+
 def value_of(rig: Rig, key: Any) -> float:
     return float(rig.store[key].flat[0])
 
@@ -162,16 +177,7 @@ def test_a_name_of_what_was_lent_is_compared(run_rig: Callable[..., None]) -> No
 
 def test_changed_while_it_is_written(run_rig: Callable[..., None]) -> None:
     async def test(rig: Rig) -> None:
-        begun, go_on = threading.Event(), threading.Event()
-        write = rig.disk.write
-
-        def slow(groups: Any) -> Any:
-            handle = write(groups)
-            begun.set()
-            assert go_on.wait(30)
-            return handle
-
-        rig.disk.write = slow  # type: ignore[method-assign]
+        begun, go_on = slow_writes(rig)
         rig.store["x"] = np.zeros(20_000)
         rig.spill_all()
         assert rig.store.entry("x").state is State.MOVING
@@ -219,16 +225,7 @@ def test_a_name_that_comes_while_the_value_is_compared(
 
 def test_a_name_that_comes_while_a_changed_value_is_written(run_rig: Callable[..., None]) -> None:
     async def test(rig: Rig) -> None:
-        begun, go_on = threading.Event(), threading.Event()
-        write = rig.disk.write
-
-        def slow(groups: Any) -> Any:
-            handle = write(groups)
-            begun.set()
-            assert go_on.wait(30)
-            return handle
-
-        rig.disk.write = slow  # type: ignore[method-assign]
+        begun, go_on = slow_writes(rig)
         rig.store["a"] = np.zeros(20_000)
         rig.spill_all()
         assert rig.store.entry("a").state is State.MOVING
@@ -268,16 +265,7 @@ def test_another_name_is_changed_while_the_first_is_written(run_rig: Callable[..
     """The task of it begins before the write does, or meanwhile; it ends before the write does, or after it."""
 
     async def test(rig: Rig) -> None:
-        begun, go_on = threading.Event(), threading.Event()
-        write = rig.disk.write
-
-        def slow(groups: Any) -> Any:
-            handle = write(groups)
-            begun.set()
-            assert go_on.wait(30)
-            return handle
-
-        rig.disk.write = slow  # type: ignore[method-assign]
+        begun, go_on = slow_writes(rig)
         rig.store["a"] = np.zeros(20_000)
         pinned = await bring(rig, "a", task="b")
         rig.store["b"] = rig.store["a"]
