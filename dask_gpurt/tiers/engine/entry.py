@@ -17,7 +17,8 @@ with the story of the key.
 
 A disk copy stays valid after the value was loaded, and a RESIDENT entry that has one (*clean*) leaves memory for free.
 Until a task gets the value: it may change it in place. Dask forbids that, but with its own spilling the change stays,
-as the file goes when it is read. Here the value is then *lent*, and its copy is compared with it before it counts.
+as the file goes when it is read. Here the value is then *lent*, and its copy is compared with it before it counts. So
+are copies of others that share its memory: each block counts how often it was lent.
 
 Removal is not a state. An entry that is taken out while an I/O thread works on it is flagged `gone`, and the end of the
 I/O cleans up. `generation` numbers the I/O of an entry, so that the late end of an abandoned read is recognised.
@@ -128,7 +129,7 @@ class Block:
     #: the entry in memory, while it is the only one; else all of them (a worker has 100,000 blocks, few with several)
     only: Entry | None = None
     several: dict[Entry, None] | None = None
-    #: times that a task got one of its values of which there was no copy
+    #: times that a task got a value that is made of it
     lends: int = 0
 
     @property

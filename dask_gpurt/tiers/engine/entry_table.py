@@ -113,12 +113,16 @@ class Books:
                     self.offer(twin)
 
     def lend(self, entry: Entry) -> None:
-        """A task gets a value that is in memory, and with it all that share its memory."""
-        for one in {e for block in entry.blocks for e in block.entries}:
-            one.lent = True
-            if one in self.victims:
-                self.victims.discard(one)
-                self.offer(one)  # among those that are not clean
+        """A task gets a value that is in memory: its copy may become wrong, and those of others that share its memory.
+
+        The others are looked at when it matters (`look_lent`): there may be thousands, and of most there is no copy.
+        """
+        entry.lent = True
+        for block in entry.blocks:
+            block.lends += 1
+        if entry in self.victims:
+            self.victims.discard(entry)
+            self.offer(entry)  # among those that are not clean
 
     def shares(self, entry: Entry) -> bool:
         """Whether others in memory are made of the same memory. Small ones do not count."""
@@ -126,15 +130,6 @@ class Books:
             if block.members > 1 and block.nbytes >= SMALL_BYTES:
                 return True
         return False
-
-    def lend_memory(self, entry: Entry) -> None:
-        """A task gets a value of which there is no copy: copies of others that share its memory may become wrong.
-
-        They are looked at when it matters (`look_lent`): there may be thousands of them, and of most there is no copy.
-        """
-        entry.lent = True
-        for block in entry.blocks:
-            block.lends += 1
 
     def begin_copy(self, entry: Entry) -> None:
         """A copy is begun of it as it is now, or compared with it."""

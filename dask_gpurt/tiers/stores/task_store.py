@@ -305,9 +305,7 @@ class TieredStore(MutableMapping["Key", Any]):
                 continue
             if self._renames(key) is not None:
                 return
-            if not copied:
-                self._engine.books.lend_memory(entry)
-            elif type(entry.value) is Box:
+            if type(entry.value) is Box:
                 entry.value.lent = True
             elif entry.in_memory:
                 self._engine.books.lend(entry)
