@@ -75,7 +75,8 @@ class KnownSchema:
 
 def schema_of(schema: pa.Schema) -> KnownSchema:
     """The one `KnownSchema` of all schemas that equal this one, metadata included."""
-    return _known(schema, tuple((schema.metadata or {}).items()))
+    # By fields: a schema with metadata has a hash only from pyarrow 22 on.
+    return _known(tuple(schema), tuple((schema.metadata or {}).items()))
 
 
 def pickled_in(metadata: Iterable[tuple[bytes, bytes]]) -> frozenset[str]:
@@ -84,7 +85,10 @@ def pickled_in(metadata: Iterable[tuple[bytes, bytes]]) -> frozenset[str]:
 
 
 @functools.lru_cache(maxsize=256)
-def _known(schema: pa.Schema, metadata: tuple[tuple[bytes, bytes], ...]) -> KnownSchema:
+def _known(fields: tuple[pa.Field, ...], metadata: tuple[tuple[bytes, bytes], ...]) -> KnownSchema:
+    import pyarrow as pa
+
+    schema = pa.schema(fields, metadata=dict(metadata) or None)
     notes = (schema.pandas_metadata or {}).get("columns", ())
     dtypes = {note["field_name"]: note["numpy_type"] for note in notes}
     return KnownSchema(schema, tuple(_view(field.type) for field in schema), pickled_in(metadata), dtypes)
