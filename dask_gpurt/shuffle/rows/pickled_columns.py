@@ -99,9 +99,32 @@ def table_of(data: pd.DataFrame, convert: Callable[..., pa.Table], fixed: frozen
         levels.update(depths)
         if depths:
             plain.index = index_of([_level(data, i, i in levels) for i in range(data.index.nlevels)], data.index)
+    table = _with_zones(table, plain)
     if not odd and not levels:
         return table
     return _marked(table, [str(data.columns[at]) for at in sorted(odd)] + [index_names(table)[i] for i in levels])
+
+
+def _with_zones(table: pa.Table, data: pd.DataFrame) -> pa.Table:
+    """The table with the time zones of categories, which pandas below 3 does not hand to Arrow."""
+    import pyarrow as pa
+
+    dtypes = list(zip(map(str, data.columns), data.dtypes, strict=True))
+    dtypes += [(name, data.index.get_level_values(i).dtype) for i, name in enumerate(index_names(table))]
+    for name, dtype in dtypes:
+        if getattr(getattr(dtype, "categories", None), "tz", None) is None:
+            continue
+        at = table.schema.get_field_index(name)
+        kind = table.schema.field(at).type
+        if kind.value_type.tz is None:
+            moments = pa.array(dtype.categories[:0]).type
+            chunks = [
+                pa.DictionaryArray.from_arrays(chunk.indices, chunk.dictionary.cast(moments), ordered=kind.ordered)
+                for chunk in table.column(at).chunks
+            ]
+            kind = pa.dictionary(kind.index_type, moments, kind.ordered)
+            table = table.set_column(at, pa.field(name, kind), pa.chunked_array(chunks, type=kind))
+    return table
 
 
 def unreadable(schema: pa.Schema) -> frozenset[str]:
@@ -144,9 +167,8 @@ def _level(data: pd.DataFrame, i: int, odd: bool) -> pd.Index | Objects:
 def _is_of_objects(dtype: object) -> bool:
     import pandas as pd
 
-    if isinstance(dtype, pd.CategoricalDtype):
-        dtype = dtype.categories.dtype
-    return isinstance(dtype, np.dtype) and dtype.kind == "O"
+    # Categories of any type: pyarrow below 22 refuses those that are periods.
+    return isinstance(dtype, pd.CategoricalDtype) or (isinstance(dtype, np.dtype) and dtype.kind == "O")
 
 
 def _refused(data: pd.DataFrame) -> tuple[list[int], list[int]]:
