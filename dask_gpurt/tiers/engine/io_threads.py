@@ -152,12 +152,21 @@ class IoThreads:
         self._writers.submit(function, *args).add_done_callback(hand_over)
 
     async def run(self, function: Callable[[*_Ts], _T], *args: *_Ts) -> _T:
-        """Run a function in a reader thread."""
+        """Run a function in a reader thread. It is under way until it ends, also when nobody waits for it any more."""
+        future = self._readers.submit(function, *args)
         self._begin()
         try:
-            return await asyncio.wrap_future(self._readers.submit(function, *args))
+            return await asyncio.wrap_future(future)
         finally:
-            self._end()
+            if future.done():
+                self._end()
+            else:  # a worker that closes cancels what waits; were the thread not counted, it would be joined
+
+                def hand_over(_: Future[_T]) -> None:
+                    with contextlib.suppress(RuntimeError):  # the loop is closed
+                        self.loop.call_soon_threadsafe(self._end)
+
+                future.add_done_callback(hand_over)
 
     def run_on_loop(self, function: Callable[[*_Ts], _T], *args: *_Ts) -> _T:
         """From another thread: run a function on the event loop, and wait for it. Never where the loop waits for us."""

@@ -170,6 +170,35 @@ def test_a_device_that_hangs_does_not_keep_the_engine_open(tmp_path: Any, monkey
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
+def test_a_read_that_nobody_waits_for_does_not_keep_the_engine_open(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that closes cancels its tasks. The thread of one that read a part was then joined, however it hung."""
+    monkeypatch.setattr(engine_module, "CLOSE_SECONDS", 0.05)
+
+    async def main() -> None:
+        engine = Engine(DiskTier(str(tmp_path / "a")), budget_bytes=None)
+        begun, gate = threading.Event(), threading.Event()
+
+        def read() -> None:
+            begun.set()
+            assert gate.wait(60)
+
+        reading = asyncio.ensure_future(engine.offload(read))
+        await async_poll_for(begun.is_set, timeout=30)
+        reading.cancel()
+        await asyncio.wait([reading])
+        assert engine.io.in_flight == 1
+        closing = asyncio.ensure_future(engine.close())
+        done, _ = await asyncio.wait([closing], timeout=20)
+        gate.set()
+        await closing
+        assert done
+        await async_poll_for(lambda: not engine.io.in_flight, timeout=30)
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 def test_two_may_wait_until_nothing_is_under_way(run_rig: RunRig) -> None:
     """The second took the first one's place, which then waited for good."""
 
