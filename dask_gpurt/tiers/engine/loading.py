@@ -194,8 +194,8 @@ class Loading:
             self._books.lend(entry)
 
     def _get_elsewhere(self, entry: Entry) -> Any:
-        # Called by user code in a task's thread: change no books. The value may come, or go, between any two lines. So
-        # None is believed only of a value without a copy: one that came meanwhile, or went, has one, or is `gone`.
+        # Called by user code in a task's thread: change no books. The value may come, or go, and its copy with it,
+        # between any two lines. Where what is found may be of two moments, the loop is asked.
         value = entry.value
         if value is not None:
             if entry.handle is not None or entry.state is State.MOVING:
@@ -204,16 +204,21 @@ class Loading:
             return value
         handle = entry.handle
         if handle is None:
-            if entry.in_memory and not entry.gone:
-                return None
-            raise LostData(f"no valid copy of {entry.key!r} is left here")
+            return self._io.run_on_loop(self._get_if_here, entry)  # None itself, or a value that came and was changed
         self._counters.sync_reads += 1
         try:
             return read_value(handle, entry.account)[0]
         except DecodeError as e:
             raise (e.__cause__ or e) from None
         except (CorruptData, OSError) as e:
+            if entry.handle is not handle:  # freed: another task has changed the value, which is in memory now
+                return self._io.run_on_loop(self._get_if_here, entry)
             raise LostData(f"the copy of {entry.key!r} could not be read: {e}") from e
+
+    def _get_if_here(self, entry: Entry) -> Any:
+        if entry.gone:
+            raise LostData(f"{entry.key!r} was deleted here")
+        return self.get(entry)
 
     # ------------------------------------------------------------------ copies that are no good, or not needed
 

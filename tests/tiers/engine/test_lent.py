@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,9 @@ import pandas as pd
 import pytest
 from distributed import Client, LocalCluster, wait
 
-from dask_gpurt.tiers.engine import io_threads
-from dask_gpurt.tiers.engine.entry import State
+from dask_gpurt.tiers.engine import io_threads, loading
+from dask_gpurt.tiers.engine.entry import Entry, State
+from dask_gpurt.tiers.engine.io_threads import read_value
 from tests.tiers.storage.test_faults import LAYOUTS, every_layout
 
 if TYPE_CHECKING:
@@ -310,6 +312,52 @@ def test_changed_by_what_has_no_task(run_rig: Callable[..., None]) -> None:
         assert value_of(rig, "x") == 2
 
     run_rig(test)
+
+
+@pytest.mark.parametrize("reads", [False, True], ids=["before the copy is looked for", "while the copy is read"])
+def test_changed_while_another_thread_reads(
+    run_rig: Callable[..., None], monkeypatch: pytest.MonkeyPatch, reads: bool
+) -> None:
+    """Its copy is no good then, and goes. The thread got None for the value, or an error."""
+
+    async def test(rig: Rig) -> None:
+        loop, on_loop = asyncio.get_running_loop(), threading.get_ident()
+        rig.store["x"], rig.store["y"] = np.zeros(20_000), np.zeros(20_000)
+        await spill(rig)
+
+        async def load_and_change() -> None:
+            await change(rig, "x", 1)
+            rig.store.release(await rig.store.ensure(["y"]))  # x is the next to leave, and compared ahead
+            await rig.settle()
+            assert rig.store.entry("x").handle is None
+
+        def meanwhile() -> None:
+            if threading.get_ident() != on_loop and not rig.store.entry("x").in_memory:
+                asyncio.run_coroutine_threadsafe(load_and_change(), loop).result(30)
+
+        class Changes(Entry):
+            @property
+            def value(self) -> Any:
+                held = self.__dict__["value"]
+                if not reads:
+                    meanwhile()
+                return held
+
+            @value.setter
+            def value(self, value: Any) -> None:
+                self.__dict__["value"] = value
+
+        def read(*args: Any) -> Any:
+            meanwhile()
+            return read_value(*args)
+
+        rig.store.entry("x").__class__ = Changes
+        if reads:
+            monkeypatch.setattr(loading, "read_value", read)
+        assert (await asyncio.to_thread(rig.store.__getitem__, "x"))[0] == 1
+        rig.validate()
+
+    run_rig(test, budget=400_000)
 
 
 def test_a_changed_value_that_cannot_be_written_stays(run_rig: Callable[..., None]) -> None:
