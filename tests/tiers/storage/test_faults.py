@@ -226,6 +226,53 @@ def test_folder_removed_under_us(run_rig: RunRig, layout: str) -> None:
     run_rig(test, **LAYOUTS[layout])
 
 
+@every_layout
+def test_two_writers_find_the_folder_removed(tmp_path: Any, layout: str) -> None:
+    """The second found the folder that the first had made, and took it for somebody else's."""
+    system = FaultyOs()
+    disk = DiskTier(str(tmp_path / "t"), os_layer=system, **LAYOUTS[layout])
+    shutil.rmtree(disk.directory)
+    other: list[DiskHandle] = []
+
+    def first(real: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return real(*args, **kwargs)
+        except FileNotFoundError:
+            if not other:
+                other.append(disk.write([(0, [value(1)])]))
+            raise
+
+    system.plan["open", system.calls.get("open", 0)] = first
+    handle = disk.write([(0, [value(0)])])
+    assert other
+    for i, written in enumerate([handle, *other]):
+        np.testing.assert_array_equal(np.frombuffer(written.load_part(0)[0][0], "u1"), value(i))
+    disk.close()
+
+
+@every_layout
+def test_too_few_descriptors_to_make_the_folder_again(
+    tmp_path: Any, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was made, could not be opened, and was then in its own way: no value could leave memory any more."""
+    disk = DiskTier(str(tmp_path / "t"), **LAYOUTS[layout])
+    shutil.rmtree(disk.directory)
+    real = os.open
+
+    def refuses(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if path == disk.directory:
+            raise OSError(errno.EMFILE, "x")
+        return real(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuses)
+    with pytest.raises(OSError, match="x"):
+        disk.write([(0, [value(0)])])
+    monkeypatch.undo()
+    handle = disk.write([(0, [value(0)])])
+    assert disk.files() == [handle.name]
+    disk.close()
+
+
 def test_what_stands_in_place_of_the_folder_is_left_alone(run_rig: RunRig) -> None:
     async def test(rig: Rig) -> None:
         rig.store[0] = value(0)

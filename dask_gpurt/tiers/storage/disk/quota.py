@@ -80,6 +80,8 @@ class FolderDescriptor:
     def __init__(self, path: str) -> None:
         self.path = path
         self.fd = os.open(path, _FOLDER)
+        #: times that it was made again
+        self.renewals = 0
         self._users = 0
         self._closed = False
         self._lock = threading.Lock()
@@ -89,21 +91,29 @@ class FolderDescriptor:
         """No more use is allowed; some may not have ended."""
         return self._closed
 
-    def renew(self) -> bool:
-        """Make the folder again if it was deleted by somebody else; whether it was.
+    def renew(self, renewals: int) -> bool:
+        """Make the folder again if it was deleted by somebody else; whether it was, since there were `renewals`.
 
         The number of the descriptor stays, so all that have it use the new folder from now on.
         """
         with self._lock:
             if self._closed:
                 return False
+            if self.renewals != renewals:  # another writer has found the same, and was first
+                return True
             try:
                 os.makedirs(self.path, mode=0o700)
             except FileExistsError:
                 return False
-            fd = os.open(self.path, _FOLDER)
+            try:
+                fd = os.open(self.path, _FOLDER)
+            except OSError:
+                # Too many files are open, say. Left there it would be taken for somebody else's from now on.
+                os.rmdir(self.path)
+                raise
             os.dup2(fd, self.fd, inheritable=False)
             os.close(fd)
+            self.renewals += 1
             return True
 
     def __enter__(self) -> int:

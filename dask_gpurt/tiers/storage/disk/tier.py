@@ -213,6 +213,7 @@ class DiskTier:
         views = [(part, [flat(b) for b in buffers]) for part, buffers in groups]
         total = sum(v.nbytes for _, part in views for v in part)
         write = self._write_record if total < self._small_bytes else self._write_file
+        renewals = self._folder.renewals
         try:
             try:
                 with self._folder:
@@ -220,7 +221,7 @@ class DiskTier:
             except FileNotFoundError:
                 # Cleaners of temporary folders delete what looks old. Without a folder no value could leave memory any
                 # more, and a worker that is paused for its memory would stay so for good.
-                if not self._folder.renew():
+                if not self._folder.renew(renewals):
                     raise
                 with self._folder:
                     return write(views)
