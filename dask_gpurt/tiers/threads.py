@@ -15,6 +15,7 @@ async def run_apart(function: Callable[[], object], seconds: float) -> bool:
     """Run a function that does not raise in a thread of its own; wait so long at most; whether it ended.
 
     Use it for what may hang with its device. Such a thread keeps neither the event loop nor the process from ending.
+    Where the system starts none, the function runs on the loop.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
@@ -30,6 +31,9 @@ async def run_apart(function: Callable[[], object], seconds: float) -> bool:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(tell)
 
-    threading.Thread(target=run, name="gpurt-tier-close", daemon=True).start()
+    try:
+        threading.Thread(target=run, name="gpurt-tier-close", daemon=True).start()
+    except RuntimeError:  # the system starts no thread
+        run()
     await asyncio.wait([done], timeout=seconds)
     return done.done()

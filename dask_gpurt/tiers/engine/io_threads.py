@@ -5,7 +5,8 @@ crosses from one to another. Each end carries the generation of its entry, becau
 deleted, or read by the synchronous slow path.
 
 Writers and readers are two pools: a task that waits for an input must not wait behind evictions. Reading ahead leaves
-one reader free for it.
+one reader free for it. Where the system starts no thread (a container has a limit of them) and a pool has none so far,
+its work is done on the loop at once, as by distributed's own spilling.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import errno
 import logging
 import threading
 import time
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 from distributed.threadpoolexecutor import ThreadPoolExecutor
@@ -26,7 +28,6 @@ from dask_gpurt.tiers.storage.handle import EncodeError, Handle, IoCost, is_copy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from concurrent.futures import Future
 
     from dask_gpurt.tiers.engine.counters import LoopTime
     from dask_gpurt.tiers.engine.entry import Account, Entry
@@ -43,6 +44,48 @@ _T = TypeVar("_T")
 _Ts = TypeVarTuple("_Ts")
 
 
+class _NoThread(Exception):
+    """The system starts no thread, and the pool has none."""
+
+
+class _Pool(ThreadPoolExecutor):
+    """Threads of distributed are daemons: one that hangs with its device does not keep the process from ending."""
+
+    _threads: set[threading.Thread]
+
+    def _adjust_thread_count(self) -> None:
+        try:
+            super()._adjust_thread_count()
+        except RuntimeError as e:
+            # It is among them already. Nobody would do its work, and nobody can wait for its end.
+            self._threads = {t for t in self._threads if t.is_alive()}
+            if not self._threads:
+                raise _NoThread from e
+
+    def begin(self, function: Callable[[*_Ts], _T], *args: *_Ts) -> Future[_T]:
+        """Run a function in a thread; at once and here if there is none."""
+        work = [(function, args)]
+
+        def once() -> _T:
+            function, args = work.pop()
+            return function(*args)
+
+        try:
+            future: Future[_T] = self.submit(once)
+        except _NoThread:
+            future = Future()
+            _fill(future, once)  # a thread that is started later finds nothing left to do
+        return future
+
+
+def _fill(future: Future[_T], function: Callable[[], _T]) -> None:
+    try:
+        future.set_result(function())
+    except BaseException as e:
+        future.set_exception(e)
+        del future  # its error has this frame
+
+
 class IoThreads:
     """Threads for writing, and one more for reading. Create it, and call it, on the event loop's thread."""
 
@@ -51,10 +94,9 @@ class IoThreads:
         self.loop = asyncio.get_running_loop()
         self._thread_id = threading.get_ident()
         self._loop_time = loop_time
-        # Those of distributed are daemons: one that hangs with its device does not keep the process from ending.
-        self._writers = ThreadPoolExecutor(threads, thread_name_prefix="gpurt-tier-write")
+        self._writers = _Pool(threads, thread_name_prefix="gpurt-tier-write")
         # One more, as reading ahead uses `threads` of them.
-        self._readers = ThreadPoolExecutor(threads + 1, thread_name_prefix="gpurt-tier-read")
+        self._readers = _Pool(threads + 1, thread_name_prefix="gpurt-tier-read")
         self._idle: asyncio.Future[None] | None = None
         #: copies to be deleted, from the next turn of the loop on
         self._doomed: list[Handle] = []
@@ -88,7 +130,7 @@ class IoThreads:
 
     def _submit(
         self,
-        pool: ThreadPoolExecutor,
+        pool: _Pool,
         done: Callable[[Entry, int, Future[Any]], None],
         entry: Entry,
         function: Callable[[*_Ts], object],
@@ -108,7 +150,7 @@ class IoThreads:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self.loop.call_soon_threadsafe(finish, future)
 
-        pool.submit(function, *args).add_done_callback(hand_over)
+        pool.begin(function, *args).add_done_callback(hand_over)
 
     def free(self, handle: Handle) -> None:
         """Delete a copy. Not on the loop: a large file takes milliseconds."""
@@ -149,11 +191,11 @@ class IoThreads:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self.loop.call_soon_threadsafe(finish, future)
 
-        self._writers.submit(function, *args).add_done_callback(hand_over)
+        self._writers.begin(function, *args).add_done_callback(hand_over)
 
     async def run(self, function: Callable[[*_Ts], _T], *args: *_Ts) -> _T:
         """Run a function in a reader thread. It is under way until it ends, also when nobody waits for it any more."""
-        future = self._readers.submit(function, *args)
+        future = self._readers.begin(function, *args)
         self._begin()
         try:
             return await asyncio.wrap_future(future)

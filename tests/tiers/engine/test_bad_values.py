@@ -199,6 +199,35 @@ def test_a_read_that_nobody_waits_for_does_not_keep_the_engine_open(
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
+@pytest.mark.parametrize("until", [None, 5], ids=["never", "after some values"])
+def test_a_system_that_starts_no_threads(run_rig: RunRig, monkeypatch: pytest.MonkeyPatch, until: int | None) -> None:
+    """A container has a limit of them. Results could not be kept, reads did not end, nor did waits for room."""
+    start, refuses = threading.Thread.start, True
+
+    def may_start(thread: threading.Thread) -> None:
+        if refuses and thread.name.startswith("gpurt-tier"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", may_start)
+
+    async def test(rig: Rig) -> None:
+        nonlocal refuses
+        for i in range(8):
+            refuses = until is None or i < until
+            rig.store[i] = np.full(100_000, i)
+        with await asyncio.wait_for(rig.engine.admit(100_000), 30):
+            pass
+        for i in range(8):
+            rig.store.release(await asyncio.wait_for(rig.store.ensure([i]), 30))
+            assert rig.store[i][0] == i
+        await asyncio.wait_for(rig.engine.idle(), 30)
+        assert rig.engine.counters.sync_reads == rig.engine.io.failures == 0
+        rig.validate()
+
+    run_rig(test, budget=2_500_000)
+
+
 def test_two_may_wait_until_nothing_is_under_way(run_rig: RunRig) -> None:
     """The second took the first one's place, which then waited for good."""
 
