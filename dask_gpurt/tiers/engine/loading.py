@@ -20,7 +20,7 @@ from dask_gpurt.errors import CorruptData, LostData
 from dask_gpurt.model.events import Event, Sink
 from dask_gpurt.tiers.engine.entry import State
 from dask_gpurt.tiers.engine.io_threads import read_value, retry, will_pass
-from dask_gpurt.tiers.storage.handle import DecodeError, error_kind, is_shared
+from dask_gpurt.tiers.storage.handle import DecodeError, as_raised, error_kind, is_shared
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from dask_gpurt.tiers.engine.entry_table import Books
     from dask_gpurt.tiers.engine.eviction import Eviction
     from dask_gpurt.tiers.engine.io_threads import IoThreads
+    from dask_gpurt.tiers.storage.handle import Handle
 
 logger = logging.getLogger("distributed.worker.gpurt")
 
@@ -166,12 +167,15 @@ class Loading:
         if self._revive(entry):
             self._hand_out(entry)
             return entry.value
+        return as_raised(self._read_now, entry, entry.handle)
+
+    def _read_now(self, entry: Entry, handle: Handle) -> Any:
         self._counters.sync_reads += 1
         with self._counters.loop_time:
             try:
-                value, cost = read_value(entry.handle, entry.account)
-            except DecodeError as e:
-                raise (e.__cause__ or e) from None
+                value, cost = read_value(handle, entry.account)
+            except DecodeError:
+                raise
             except Exception as e:
                 if will_pass(e):
                     raise
@@ -205,11 +209,12 @@ class Loading:
         handle = entry.handle
         if handle is None:
             return self._io.run_on_loop(self._get_if_here, entry)  # None itself, or a value that came and was changed
+        return as_raised(self._read_elsewhere, entry, handle)
+
+    def _read_elsewhere(self, entry: Entry, handle: Handle) -> Any:
         self._counters.sync_reads += 1
         try:
             return read_value(handle, entry.account)[0]
-        except DecodeError as e:
-            raise (e.__cause__ or e) from None
         except (CorruptData, OSError) as e:
             if entry.handle is not handle:  # freed: another task has changed the value, which is in memory now
                 return self._io.run_on_loop(self._get_if_here, entry)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 #: a part of a stored value that can be read alone, and its frames
 Group = tuple[int, "Sequence[Buffer]"]
 _Stored = TypeVar("_Stored")
+_T = TypeVar("_T")
 
 
 class Codec(Protocol):
@@ -106,6 +107,18 @@ def decoded(decode: Callable[[_Stored], Any], stored: _Stored) -> Any:
         # A panic of an extension in Rust is one. As text: distributed's worker handles no exception that is none of
         # `Exception`, and the task that reads the value would never end.
         raise DecodeError from RuntimeError(f"the value cannot be unpickled: {type(e).__name__}: {e}")
+
+
+def as_raised(load: Callable[..., _T], *args: Any) -> _T:
+    """What `load` gives, for who asked for the value: what the object's own code raised comes as it is."""
+    try:
+        return load(*args)
+    except DecodeError as e:
+        error = e.__cause__ or e
+    try:
+        raise error  # not above: it would refer to `e`, and that to it, and no such error can be pickled
+    finally:
+        del error  # its traceback has this frame
 
 
 def error_kind(error: BaseException) -> str:

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from distributed.core import error_message
+from distributed.protocol.pickle import loads
 from distributed.utils import DequeHandler
 
 from dask_gpurt.errors import LostData, TierFull
@@ -479,6 +481,22 @@ def test_an_object_whose_own_code_raises_is_not_lost(run_rig: RunRig) -> None:
         with pytest.raises(ZeroDivisionError, match="grumpy"):
             rig.store["k"]
         rig.validate()
+
+    run_rig(test)
+
+
+@pytest.mark.parametrize("thread", [False, True], ids=["on the loop", "in a task's thread"])
+def test_what_an_objects_own_code_raises_can_be_sent(run_rig: RunRig, thread: bool) -> None:
+    """It referred to an error of ours, and that to it: the client got an `Exception` of its text instead."""
+
+    async def test(rig: Rig) -> None:
+        rig.store["k"] = _Grumpy()
+        rig.spill_all()
+        await rig.settle()
+        with pytest.raises(ZeroDivisionError, match="grumpy") as raised:
+            await asyncio.to_thread(rig.store.__getitem__, "k") if thread else rig.store["k"]
+        sent = error_message(raised.value)["exception"].data
+        assert isinstance(loads(sent), ZeroDivisionError)
 
     run_rig(test)
 
