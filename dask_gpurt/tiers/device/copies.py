@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import CorruptData, LostData, TierFull
 from dask_gpurt.tiers.device.pinned import SlabTier, stage
+from dask_gpurt.tiers.engine.io_threads import will_pass
 from dask_gpurt.tiers.storage.handle import DecodeError
 from dask_gpurt.tiers.storage.protocol import TierMetrics
 
@@ -68,6 +69,10 @@ class Copies:
             The copy cannot be read. (One that is damaged is noticed, see `handle`.)
         MemoryError
             The device has no room for it.
+        OSError
+            The process has too few descriptors, or the like, to read it now.
+        DecodeError
+            What the code of a member in host memory raised (``__cause__``), or the device has no room for it.
         """
         assert box.handle is not None
         start = time.perf_counter()
@@ -77,12 +82,12 @@ class Copies:
             self.load_failures += 1
             raise
         except DecodeError as e:
-            if not isinstance(e.__cause__, MemoryError):
-                raise
-            self.load_failures += 1
-            raise e.__cause__ from None
+            self.load_failures += isinstance(e.__cause__, MemoryError)
+            raise
         except (CorruptData, OSError) as e:
             self.metrics.add(read_failures=1)
+            if will_pass(e):
+                raise
             raise LostData(f"the copy of {box.key!r} below the device could not be read: {e}") from e
         blocks = self.backend.blocks(value)
         nbytes = sum(n for _, n in blocks)

@@ -39,6 +39,7 @@ from dask_gpurt.tiers.device.blocks import KeptBlocks
 from dask_gpurt.tiers.device.box import HERE, TABLE, Box, BoxState
 from dask_gpurt.tiers.device.copies import Copies
 from dask_gpurt.tiers.engine.entry import IllegalMove
+from dask_gpurt.tiers.storage.handle import as_raised
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -129,6 +130,10 @@ class DeviceSpace:
             It was removed, or its copy cannot be read.
         MemoryError
             The device has no room for it, even after all others that could leave have left.
+        OSError
+            The copy cannot be read now.
+        Exception
+            What the code of a member in host memory raised.
         """
         box.last_use = next(self._serial)
         with box.lock:
@@ -137,7 +142,7 @@ class DeviceSpace:
             if box.state is not BoxState.BELOW:
                 return box.value
             # May call back into `make_room`, on this thread: that finds this box locked and takes another.
-            value, box.blocks = self.copies.read(box)  # others than before; so may be their sizes
+            value, box.blocks = as_raised(self.copies.read, box)  # others than before; so may be their sizes
             box.nbytes = sum(n for _, n in box.blocks)
             self._move(box, "load", value)
             self.on_moved(box)

@@ -323,7 +323,7 @@ class TieredStore(MutableMapping["Key", Any]):
             if not entry.gone:
                 box.lost = True
                 self._account.on_lost(entry)
-        except MemoryError:  # counted by the device
+        except Exception:  # want of memory, counted by the device; of descriptors; the code of a member in host memory
             pass
 
     def release(self, entries: Iterable[Entry]) -> None:
@@ -342,7 +342,7 @@ class TieredStore(MutableMapping["Key", Any]):
                 continue
             try:
                 value = await self._engine.offload(box.get)
-            except (LostData, MemoryError):
+            except Exception:  # as in `_bring`
                 failed.append(key)
                 continue
             if not entry.gone and entry.value is box:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -212,3 +213,51 @@ async def test_promotion_is_priced_by_what_was_measured(c: Client, s: Scheduler,
     metrics = space.below[0].metrics
     assert metrics["reads"] >= 18
     assert space.copies.promotion_rate == metrics["read_bytes"] / metrics["read_seconds"]
+
+
+class Raises:
+    """It raises when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return divmod, (1, 0)
+
+
+def beside(i: int) -> list[Any]:
+    return [make(i, 100 * KB), Raises()]
+
+
+@pytest.mark.cluster
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], config=CONFIG)
+async def test_a_container_whose_host_member_raises_when_it_comes_back(c: Client, s: Scheduler, a: Worker) -> None:
+    """The task got an error of ours, each counted as our failure until we were switched off, and no detach ended."""
+    runtime, _ = await install(a)
+    value = c.submit(beside, 0, key="v")
+    other = c.submit(make, 1, nbytes=100 * KB, key="other")
+    await wait([value, other])
+    await asyncio.to_thread(runtime._device_memory.space.spill, 1 << 40)  # type: ignore[union-attr]
+    for _ in range(3):
+        assert isinstance(await c.submit(len, value, pure=False).exception(), ZeroDivisionError)
+    assert runtime.statistics()["fallbacks"] == {}
+    assert runtime.statistics()["lost_keys"] == 0
+    await runtime.uninstall()  # computes it again
+    assert await c.submit(len, value, pure=False) == 2
+    assert await c.submit(right, other, 1)
+
+
+@pytest.mark.cluster
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], config=CONFIG)
+async def test_too_few_descriptors_to_read_a_device_value_are_not_a_loss(c: Client, s: Scheduler, a: Worker) -> None:
+    """The key was given up, though its copy was good: a value that was scattered cannot be computed again."""
+    runtime, _ = await install(a)
+    space = runtime._device_memory.space  # type: ignore[union-attr]
+    space.below.reverse()  # to the disk at once
+    value = c.submit(make, 0, nbytes=100 * KB, key="v")
+    await wait(value)
+    await asyncio.to_thread(space.spill, 1 << 40)
+    assert runtime.statistics()["device"]["below_values"] == 1
+    (disk,) = runtime._disk.disks
+    with mock.patch.object(disk, "read", side_effect=OSError(errno.EMFILE, "x")):
+        assert isinstance(await c.submit(right, value, 0, pure=False).exception(), OSError)
+    assert await c.submit(right, value, 0, pure=False)
+    assert runtime.statistics()["lost_keys"] == 0
+    assert runtime.statistics()["fallbacks"] == {}
