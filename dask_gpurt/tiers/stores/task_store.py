@@ -194,7 +194,12 @@ class TieredStore(MutableMapping["Key", Any]):
             context_meter.digest_metric("memory-read", 1, "count")
             context_meter.digest_metric("memory-read", entry.nbytes, "bytes")
         value = self._engine.get(entry)
-        return value.get() if type(value) is Box else value
+        if type(value) is not Box:
+            return value
+        on_device = value.get()
+        if not entry.pins:
+            value.lent = True  # as `Loading._hand_out`
+        return on_device
 
     def __delitem__(self, key: Key) -> None:
         if not self._engine.io.on_loop:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import errno
 import time
 from typing import TYPE_CHECKING, Any
@@ -261,3 +262,23 @@ async def test_too_few_descriptors_to_read_a_device_value_are_not_a_loss(c: Clie
     assert await c.submit(right, value, 0, pure=False)
     assert runtime.statistics()["lost_keys"] == 0
     assert runtime.statistics()["fallbacks"] == {}
+
+
+@pytest.mark.cluster
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], config=CONFIG)
+async def test_what_has_no_task_changes_a_device_value(c: Client, s: Scheduler, a: Worker) -> None:
+    """It left the device again by the copy from before, and came back without the change."""
+    runtime, _ = await install(a)
+    space = runtime._device_memory.space  # type: ignore[union-attr]
+    value = c.submit(make, 0, nbytes=100 * KB, key="v")
+    await wait(value)
+    await asyncio.to_thread(space.spill, 1 << 40)
+
+    def change(dask_worker: Worker) -> None:
+        buffer = dask_worker.data["v"].buffer
+        ctypes.memset(buffer.ptr, 7, buffer.size)
+
+    await c.run(change)
+    await asyncio.to_thread(space.spill, 1 << 40)
+    assert runtime.statistics()["device"]["below_values"] == 1
+    assert await c.submit(lambda v: bool((v.array() == 7).all()), value)
