@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import traceback
 import weakref
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -28,12 +29,13 @@ from dask_gpurt.model.events import Event, Sink, null_sink
 from dask_gpurt.tiers.device import coexistence
 from dask_gpurt.tiers.device.coexistence import Terms
 from dask_gpurt.tiers.device.setup import DeviceMemory
-from dask_gpurt.tiers.engine.engine import Engine
+from dask_gpurt.tiers.engine.engine import CLOSE_SECONDS, Engine
 from dask_gpurt.tiers.limits import Limits, limits_of
 from dask_gpurt.tiers.shared.worker import SharedCopies
 from dask_gpurt.tiers.statistics import Figures
 from dask_gpurt.tiers.storage.stack import Below
 from dask_gpurt.tiers.stores.shard_store import TierShardStore
+from dask_gpurt.tiers.threads import run_apart
 from dask_gpurt.tiers.worker import spill_buffer
 from dask_gpurt.tiers.worker.memory_watch import MemoryWatch
 from dask_gpurt.tiers.worker.seam import WorkerSeam, pending_plugins
@@ -224,10 +226,26 @@ class TierRuntime:
         await self._below.before_close()
         if self._device_memory is not None:
             await self._engine.settle()
-            await asyncio.to_thread(self._device_memory.close)
+            await self._close_device(self._device_memory)
         await self._engine.close()
         await self._below.after_close()
         await self._watch.end()
+
+    async def _close_device(self, device: DeviceMemory) -> None:
+        """Whatever the driver says: one whose device has failed must not keep a worker from closing, nor its files."""
+        error = ""
+
+        def close() -> None:
+            nonlocal error
+            try:
+                device.close()
+            except Exception:
+                error = traceback.format_exc()
+
+        if not await run_apart(close, CLOSE_SECONDS):
+            logger.warning("the device tier did not end within %g s of closing. It is left to itself", CLOSE_SECONDS)
+        elif error:
+            self.guard.failed("device", detail=error)
 
     async def _apply(self, settings: TierSettings) -> None:
         if settings.directories != self._settings.directories:

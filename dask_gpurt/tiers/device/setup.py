@@ -210,8 +210,10 @@ class DeviceMemory:
     def close(self) -> None:
         """Forget all values, and let libraries allocate as before."""
         self._callback.target = None
-        self.space.close()
-        self.allocator.close()
+        try:
+            self.space.close()
+        finally:
+            self.allocator.close()
 
 
 class Late:

@@ -17,9 +17,11 @@ from dask_gpurt.backends import cuda
 from dask_gpurt.backends.dask_cuda import DeviceSetup
 from dask_gpurt.config import Settings
 from dask_gpurt.extension import GpurtScheduler, on_worker
+from dask_gpurt.tiers import runtime as runtime_module
 from dask_gpurt.tiers.device import coexistence
 from dask_gpurt.tiers.device.coexistence import Decision, Terms
 from dask_gpurt.tiers.device.setup import DeviceMemory
+from tests.tiers.conftest import HostSlabs
 
 pytest.importorskip("rmm")
 
@@ -282,3 +284,37 @@ async def test_what_has_no_task_changes_a_device_value(c: Client, s: Scheduler, 
     await asyncio.to_thread(space.spill, 1 << 40)
     assert runtime.statistics()["device"]["below_values"] == 1
     assert await c.submit(lambda v: bool((v.array() == 7).all()), value)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("hangs", [False, True], ids=["fails", "hangs"])
+def test_a_device_that_fails_does_not_keep_a_worker_open(hangs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker's close failed half way where the driver refused a call, or waited for good for a box that is held."""
+    monkeypatch.setattr(runtime_module, "CLOSE_SECONDS", 0.05)
+
+    def refuses(slabs: HostSlabs, slab: memoryview) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    if not hangs:
+        monkeypatch.setattr(HostSlabs, "release", refuses)
+
+    @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], config=CONFIG)
+    async def test(c: Client, s: Scheduler, a: Worker) -> None:
+        runtime, backend = await install(a)
+        value = c.submit(make, 0, nbytes=100 * KB, key="v")
+        await wait(value)
+        space = runtime._device_memory.space  # type: ignore[union-attr]
+        await asyncio.to_thread(space.spill, 1 << 40)
+        (box,) = space._all()
+        if hangs:
+            box.lock.acquire()  # by a thread that copies it to a disk, which does not answer
+        closing = asyncio.ensure_future(a.close())
+        done, _ = await asyncio.wait([closing], timeout=20)
+        if hangs:
+            box.lock.release()
+        assert done
+        assert closing.result() == "OK"
+        await async_poll_for(lambda: backend.allocator._closed, timeout=30)
+        assert runtime._disk.disks[0]._folder.closed
+
+    test()
