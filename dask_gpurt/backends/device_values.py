@@ -65,7 +65,7 @@ class CudaBackend:
         if library not in _LIBRARIES:
             return False
         if library == "torch":
-            return bool(getattr(value, "is_cuda", False)) and not value.requires_grad
+            return _is_plain(value)
         if library == "cudf":
             return cudf_values.is_frame(value)
         return hasattr(type(value), "__cuda_array_interface__")
@@ -155,6 +155,16 @@ class CudaBackend:
         from cuda.bindings import runtime
 
         checked(runtime.cudaDeviceSynchronize())
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a torch value is a tensor on a device that its shape, its dtype and its bytes say all about."""
+    torch = sys.modules["torch"]
+    # A subclass, as a parameter is, would come back as a tensor. A conjugate that nobody computed yet is a mark on the
+    # bytes of another tensor.
+    if type(value) is not torch.Tensor or not value.is_cuda or value.layout is not torch.strided:
+        return False
+    return not (value.requires_grad or value.is_conj() or value.is_neg())
 
 
 def _frame(frame: Any) -> Any:
