@@ -24,8 +24,6 @@ from dask_gpurt.shuffle.scheduler.runs import PATIENCE, PATIENCE_SECONDS, Step
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from distributed.scheduler import TaskState
-
     from dask_gpurt.shuffle.scheduler.calls import Calls
     from dask_gpurt.shuffle.scheduler.rebalance import Binder
     from dask_gpurt.shuffle.scheduler.recovery import Amender
@@ -60,15 +58,22 @@ class Barrier:
     async def passes(self, shuffle_id: seam.ShuffleId, run_id: int) -> bool:
         """Return True when all inputs of a run are where they belong, False when its task has to run again.
 
+        So it has when its run is dropped meanwhile: a worker may take the answer for one to the next run's barrier.
+
         Raises
         ------
         KeyError, ValueError, RuntimeError
             As Dask's: the run is not there, is another one, or cannot be flushed.
         """
+        record = self._runs.get(shuffle_id)
+        if record is None:
+            raise KeyError(shuffle_id)
+        if record.run.run_id != run_id:
+            raise ValueError(f"{run_id=} does not match {record.run}")
         failures = 0
-        if (record := self._processing(shuffle_id, run_id)) is not None:
+        if self._processing(record):
             self._reached(record)
-        while (record := self._processing(shuffle_id, run_id)) is not None:
+        while self._processing(record):
             since = record.version
             try:
                 step = await self._once(record)
@@ -92,14 +97,10 @@ class Barrier:
                 await record.change(since)
         return False
 
-    def _processing(self, shuffle_id: seam.ShuffleId, run_id: int) -> RunRecord | None:
-        """The run, while its barrier's task is processed; else None."""
-        record = self._runs.get(shuffle_id)
-        if record is None:
-            raise KeyError(shuffle_id)
-        if record.run.run_id != run_id:
-            raise ValueError(f"{run_id=} does not match {record.run}")
-        return record if _is_processing(self._runs.barrier_of(shuffle_id)) else None
+    def _processing(self, record: RunRecord) -> bool:
+        """Whether a run goes on and its barrier's task is processed."""
+        barrier = self._runs.barrier_of(record.id)
+        return self._runs.current(record) and barrier is not None and barrier.state == "processing"
 
     async def _once(self, record: RunRecord) -> Step:
         """Flush, and let the barrier pass if all is in place.
@@ -165,10 +166,4 @@ class Barrier:
 
     def _same(self, record: RunRecord, epoch: int) -> bool:
         """Whether nothing has happened to a run, and its barrier, since it was looked at."""
-        if record.amendments.epoch != epoch or not self._runs.current(record):
-            return False
-        return _is_processing(self._runs.barrier_of(record.id))
-
-
-def _is_processing(barrier: TaskState | None) -> bool:
-    return barrier is not None and barrier.state == "processing"
+        return record.amendments.epoch == epoch and self._processing(record)

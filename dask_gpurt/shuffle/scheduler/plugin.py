@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _RUNS_AGAIN = ("processing", "queued", "no-worker", "memory")
 #: how the stimulus begins by which a barrier is released that its worker has ended for an earlier run: the task was
 #: released and sent there once more while the worker still waited for the end of that run's flush
-_LATE_ANSWER = ("task-erred-", "task-finished-")
+_LATE_ANSWER = ("task-erred-", "task-finished-", "reschedule-")
 
 
 class Takeover(Protocol):

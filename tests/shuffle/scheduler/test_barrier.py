@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from distributed.utils_test import gen_cluster
 
 from dask_gpurt.shuffle.scheduler.barrier import Barrier
 from dask_gpurt.shuffle.scheduler.calls import AnswersFailed
 from dask_gpurt.shuffle.scheduler.recovery import Amender
+from dask_gpurt.shuffle.worker.sender import Sender
+from tests.shuffle.helpers import left, ordered, source, taken_over, until, whole
 
 
 @pytest.mark.parametrize("error", [TimeoutError("no answer"), AnswersFailed("it closes")])
@@ -69,3 +73,49 @@ def test_only_an_error_of_ours_counts_as_one_when_an_epoch_is_announced(error: E
     assert len(restarted) == 1
     assert str(error) in restarted[0]
     assert len(failed) == isinstance(error, ValueError)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("again", [False, True], ids=["released", "asked for again"])
+def test_a_barrier_whose_run_is_dropped_while_it_waits_is_no_error(
+    again: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    held: list[Sender] = []
+    go = asyncio.Event()
+    flush = Sender.flush
+
+    async def waits(self: Sender) -> None:
+        if not held:
+            held.append(self)
+        if self is held[0]:
+            await go.wait()
+        await flush(self)
+
+    monkeypatch.setattr(Sender, "flush", waits)
+
+    @gen_cluster(client=True, nthreads=[("127.0.0.1", 2)], timeout=60)
+    async def test(c: Any, s: Any, a: Any) -> None:
+        def barriers(state: str) -> list[Any]:
+            return [ts for ts in s.tasks.values() if "barrier" in str(ts.key) and ts.state == state]
+
+        async with taken_over(s) as (takeover, _):
+            frame = source(left).shuffle("k", npartitions=4)
+            future = c.compute(frame)
+            await until(lambda: held)
+            future.release()
+            await until(lambda: not s.tasks)
+            if again:
+                future = c.compute(frame)
+                await until(lambda: barriers("processing"))
+                # The worker takes the call of the first one, which is not answered yet, for that of the second one.
+                await until(lambda: a.state.tasks[barriers("processing")[0].key].state == "executing")
+            go.set()
+            if again:
+                got, want = ordered(await future), ordered(whole(left, 6))
+                assert got.equals(want.astype(dict(got.dtypes)))
+                assert takeover.statistics()["runs"] == 2
+            del future
+            await until(lambda: not s.tasks and not a.state.tasks)
+
+    test()
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
