@@ -132,6 +132,8 @@ class GpurtShufflePlugin(seam.ShuffleSchedulerPlugin):
             self.holder.ended(record)
             self.runs.dropped(record)
             self.runs.changed(record)
+            # Not here: its tasks may be about to be forgotten.
+            self.scheduler.loop.add_callback(self.runs.forget)
 
     def restart(self, scheduler: Scheduler) -> None:
         """All workers are restarted: no run is left."""
@@ -139,6 +141,7 @@ class GpurtShufflePlugin(seam.ShuffleSchedulerPlugin):
         super().restart(scheduler)
         for record in records:
             self.runs.dropped(record)
+        self.runs.forget()
 
     def recovery_statistics(self) -> dict[str, Any]:
         """Counts; plain JSON values."""

@@ -307,6 +307,11 @@ class Runs:
         for heard in self._listeners.pop(key, ()):
             heard(startstops)
 
+    def forget(self) -> None:
+        """Nobody listens for the end of tasks that are forgotten: a query that was cancelled leaves nothing here."""
+        for key in [key for key in self._listeners if key not in self._scheduler.tasks]:
+            del self._listeners[key]
+
     # ---- the end of a run
 
     def dropped(self, record: RunRecord) -> None:

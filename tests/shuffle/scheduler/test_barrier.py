@@ -119,3 +119,25 @@ def test_a_barrier_whose_run_is_dropped_while_it_waits_is_no_error(
 
     test()
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+@pytest.mark.cluster
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], timeout=60)
+async def test_a_query_that_is_cancelled_as_its_barrier_passes_leaves_no_listener(c: Any, s: Any, a: Any) -> None:
+    """Each kept its run, with the keys of a join's side."""
+    pinned, go = asyncio.Event(), asyncio.Event()
+
+    async def pin(*args: Any) -> None:
+        pinned.set()
+        await go.wait()
+
+    async with taken_over(s) as (takeover, _):
+        takeover.pin = pin
+        runs = takeover._plugin.runs
+        future = c.compute(source(left).shuffle("k", npartitions=4))
+        await pinned.wait()
+        assert runs._listeners
+        future.release()
+        await until(lambda: not s.tasks)
+        go.set()
+        await until(lambda: not runs._listeners)
