@@ -391,6 +391,11 @@ class Engine:
         info = self.workers.by_address.get(ws.address)
         return info is None or self.speeds.worth(info, len(self.scheduler.queued))
 
+    def given(self, ws: WorkerState) -> None:
+        """Note that a worker gets a root task by `worth`."""
+        if self.speeds.refusing and (info := self.workers.by_address.get(ws.address)) is not None:
+            self.speeds.given(info)
+
     @property
     def retired(self) -> bool:
         """Whether Dask decides everything: safe mode, policy switched off, graph left to it, or bookkeeping failed."""

@@ -114,7 +114,12 @@ class ClusterSpeed:
         here = (1 + waiting / ws.nthreads) * info.slowness
         elsewhere = queued / others + AT_HAND * self.usual
         now = self._clock()
-        if here <= elsewhere or now - self._refused.setdefault(info, now) > PATIENCE_SECONDS:
+        if here <= elsewhere:
             self._refused.pop(info, None)
             return True
-        return False
+        # It may be asked twice before it gets one: its patience is not over before `given`.
+        return now - self._refused.setdefault(info, now) > PATIENCE_SECONDS
+
+    def given(self, info: WorkerInfo) -> None:
+        """Note that a worker gets a root task: if it was refused some, its patience begins anew."""
+        self._refused.pop(info, None)

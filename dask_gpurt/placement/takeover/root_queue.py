@@ -66,6 +66,7 @@ class RootQueue:
         self._worth, self._held, self._stock = engine.worth, engine.held, engine.leaves_roots
         self._home, self._dispatch = dispatch.home, dispatch
         self._log, self._books = engine.log, engine.books
+        self._given = engine.given
         self._quiet, self._hungry = dispatch.quiet, dispatch.hungry
         self._first, self._takers = dispatch.first, dispatch.takers
         #: the task that becomes ready now
@@ -172,13 +173,14 @@ class RootQueue:
 
     def _decide(self) -> WorkerState | None:
         s = self.scheduler
-        if self._chosen:
-            ws = self._chosen.pop()
-            if ws.status is Status.running and s.workers.get(ws.address) is ws:
-                return ws
-        if self.part.retired is not None or s.validate or self._stock():
-            return self._stock_decide()
-        return self._least_busy(self._deciding)
+        ws = self._chosen.pop() if self._chosen else None
+        if ws is None or ws.status is not Status.running or s.workers.get(ws.address) is not ws:
+            if self.part.retired is not None or s.validate or self._stock():
+                return self._stock_decide()
+            ws = self._least_busy(self._deciding)
+        if ws is not None:
+            self._ask(self._given, None, ws)
+        return ws
 
     # ------------------------------------------------------------------ parts of them
 

@@ -121,7 +121,10 @@ def test_a_refused_worker_gets_work_in_the_end() -> None:
     assert not pace.worth(infos[0], 1)
     now[0] += PATIENCE_SECONDS + 1
     assert pace.worth(infos[0], 1)
+    assert pace.worth(infos[0], 1), "it has got none yet"
+    pace.given(infos[0])
     assert not pace.refusing
+    assert not pace.worth(infos[0], 1)
 
 
 def test_workers_that_take_no_tasks_do_not_keep_a_slow_one_from_them() -> None:

@@ -1,0 +1,82 @@
+"""On live clusters: no worker stays idle behind a task that runs for long, though there are roots that it could run."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from distributed import Event as Gate
+from distributed import get_worker
+from distributed.utils_test import gen_cluster
+
+from dask_gpurt.placement.decide.root_dispatch import RootDispatch
+from dask_gpurt.placement.tables import cluster_speed
+from dask_gpurt.placement.tables.durations import Durations
+from dask_gpurt.placement.tables.worker_speed import KEPT
+from tests.placement.clusters import install, until
+
+if TYPE_CHECKING:
+    from distributed import Worker
+    from distributed.scheduler import Scheduler
+
+    from dask_gpurt.placement.engine import Engine
+    from dask_gpurt.placement.plugin import PlacementPlugin
+
+pytestmark = pytest.mark.cluster
+
+TWO = [("127.0.0.1", 1)] * 2
+#: no task moves by stealing, and a thread is given no root ahead
+EXACT = {"distributed.scheduler.work-stealing": False, "distributed.scheduler.worker-saturation": 1.0}
+
+
+def root(i: int, name: str) -> int:
+    if get_worker().name == 1:
+        Gate("begin").wait()
+    elif name == "one":
+        Gate("end").wait()
+    return i
+
+
+def graph(c: Any, name: str, n: int = 8) -> list[Any]:
+    """Futures of roots, of a graph with a priority of its own."""
+    tasks = {(name, i): (root, i, name) for i in range(n)}
+    return list(c.get(tasks, list(tasks), sync=False, fifo_timeout=0))
+
+
+@pytest.fixture
+def long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every task counts as one of a second, with a small result."""
+    monkeypatch.setattr(Durations, "seconds_of", lambda self, ts: 1.0)
+    monkeypatch.setattr(Durations, "learn", lambda *args: None)
+    monkeypatch.setattr(RootDispatch, "root_done", lambda *args, **kwargs: None)
+
+
+async def started(s: Scheduler) -> tuple[PlacementPlugin, Engine]:
+    s.validate = False  # else distributed asserts that no root waits while a worker is idle
+    plugin = await install(s)
+    assert plugin.engine is not None
+    plugin.engine.root_dispatch._owned.learn(1.0, 10)
+    return plugin, plugin.engine
+
+
+def test_a_slow_worker_is_refused_no_longer_than_others_may_take(long: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_speed, "PATIENCE_SECONDS", 0.1)
+
+    @gen_cluster(client=True, nthreads=TWO, config=EXACT, timeout=30)
+    async def run(c: Any, s: Scheduler, *workers: Worker) -> None:
+        _, engine = await started(s)
+        begin, end = Gate("begin"), Gate("end")
+        futures = [*graph(c, "one"), *graph(c, "two")]
+        await until(lambda: len(s.tasks) == len(futures))
+        slow = engine.workers.by_address[workers[1].address]
+        for _ in range(KEPT):
+            slow.speed.observe("root", math.log(32))
+        slow.slowness, slow.speed_samples = slow.speed.slowness, KEPT
+        engine.speeds.learned(slow)
+        await begin.set()
+        await until(lambda: sum(f.done() for f in futures) == len(futures) - 1)
+        await end.set()
+        await c.gather(futures)
+
+    run()
