@@ -346,12 +346,15 @@ class RootDispatch:
             return list(idle)
         return [*(info.ws for info in freed), *(idle if len(idle) <= ASKED else self._free())]
 
-    def takers(self, ts: TaskState | None = None) -> list[Any]:
-        """Workers of which the least busy gets a root that none pulls (`ts`, if known): all of a few, some of many."""
+    def takers(self, ts: TaskState | None = None, able: Callable[[WorkerState], bool] = lambda ws: True) -> list[Any]:
+        """Workers of which the least busy gets a root that none pulls (`ts`, if known): all of a few, some of many.
+
+        `able` says whether an idle worker should get it: the others do not wait for an owner that should not.
+        """
         tables = self._tables
         idle = tables.scheduler.idle_task_count
         owner = None if ts is None else tables.workers.by_address.get(self._groups.owner(ts.key) or "")
-        if owner is not None and owner.ws in idle and not self._crosses_again(ts, owner):
+        if owner is not None and owner.ws in idle and able(owner.ws) and not self._crosses_again(ts, owner):
             return [owner.ws]  # of many idle workers it was not among those that were asked
         if self._none_ahead():
             found = self._free()  # the others come for theirs themselves

@@ -191,7 +191,7 @@ class RootQueue:
         if not idle:
             return None
         try:
-            pool = [ws for ws in self._takers(ts) if ws in idle and self._worth(ws)]
+            pool = [ws for ws in self._takers(ts, self._worth) if ws in idle and self._worth(ws)]
         except Exception:
             self.seam.failed(self.part.name)
             return self._stock_decide()

@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.cluster
 
 TWO = [("127.0.0.1", 1)] * 2
-#: no task moves by stealing, and a thread is given no root ahead
-EXACT = {"distributed.scheduler.work-stealing": False, "distributed.scheduler.worker-saturation": 1.0}
+#: no task moves by stealing, and a thread is given one root ahead
+AHEAD = {"distributed.scheduler.work-stealing": False, "distributed.scheduler.worker-saturation": 1.1}
+#: and none
+EXACT = AHEAD | {"distributed.scheduler.worker-saturation": 1.0}
 
 
 def root(i: int, name: str) -> int:
@@ -38,10 +40,18 @@ def root(i: int, name: str) -> int:
     return i
 
 
-def graph(c: Any, name: str, n: int = 8) -> list[Any]:
-    """Futures of roots, of a graph with a priority of its own."""
+def follow(x: int) -> int:
+    return x
+
+
+def graph(c: Any, name: str, chains: bool = True, n: int = 8) -> list[Any]:
+    """Futures of roots, or of chains that begin with one each, of a graph with a priority of its own."""
     tasks = {(name, i): (root, i, name) for i in range(n)}
-    return list(c.get(tasks, list(tasks), sync=False, fifo_timeout=0))
+    keys = list(tasks)
+    if chains:
+        keys = [(f"after-{name}", i) for i in range(n)]
+        tasks |= {key: (follow, (name, key[1])) for key in keys}
+    return list(c.get(tasks, keys, sync=False, fifo_timeout=0))
 
 
 @pytest.fixture
@@ -60,6 +70,24 @@ async def started(s: Scheduler) -> tuple[PlacementPlugin, Engine]:
     return plugin, plugin.engine
 
 
+def test_an_owner_that_is_busy_keeps_no_older_root_from_others(long: None) -> None:
+    """Nor theirs, which come after it."""
+
+    @gen_cluster(client=True, nthreads=TWO, config=AHEAD, timeout=30)
+    async def run(c: Any, s: Scheduler, *workers: Worker) -> None:
+        plugin, _ = await started(s)
+        assert plugin.monitor is not None
+        plugin.monitor.stop()
+        begin, end = Gate("begin"), Gate("end")
+        futures = [*graph(c, "one"), *graph(c, "two")]
+        await begin.set()
+        await until(lambda: sum(f.done() for f in futures) == len(futures) - 1)
+        await end.set()
+        await c.gather(futures)
+
+    run()
+
+
 def test_a_slow_worker_is_refused_no_longer_than_others_may_take(long: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_speed, "PATIENCE_SECONDS", 0.1)
 
@@ -67,7 +95,7 @@ def test_a_slow_worker_is_refused_no_longer_than_others_may_take(long: None, mon
     async def run(c: Any, s: Scheduler, *workers: Worker) -> None:
         _, engine = await started(s)
         begin, end = Gate("begin"), Gate("end")
-        futures = [*graph(c, "one"), *graph(c, "two")]
+        futures = [*graph(c, "one", False), *graph(c, "two", False)]
         await until(lambda: len(s.tasks) == len(futures))
         slow = engine.workers.by_address[workers[1].address]
         for _ in range(KEPT):
