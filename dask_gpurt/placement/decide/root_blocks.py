@@ -19,7 +19,7 @@ Theory of operation
    with) is in none: it goes to the first free worker, as with stock, instead of waiting for its owner.
 2. *Queue.* Roots of a block stay queued when they become ready (`waits`). Slots are given out after the whole graph has
    arrived.
-3. *Pull.* A worker with a free slot pulls from its own block. Without one it takes over a block whose owner has left.
+3. *Pull.* A worker with a free slot pulls from its own blocks. Without one it takes over one whose owner has left.
    Else it takes the back half of the longest block: of a neighbour, or of any worker (`may_take`). The halves are
    contiguous again. Half of what is left is a lot in the beginning (workers that join late) and one task in the end.
 4. *Hold.* Where nothing can be taken but roots are left, the worker gets none (`RootDispatch.held`). Their owners will
@@ -71,11 +71,12 @@ if TYPE_CHECKING:
 #: a root with more dependents than this is shared, as by `root_cuts.unshared`: it belongs to no block, and runs first,
 #: wherever there is a slot
 MAX_DEPENDENTS = 64
-#: tasks that are looked at to cut the phases of one graph by the whole of it; phases beyond that are cut by themselves.
-#: With an array object for each variable of each file there may be hundreds
+#: tasks looked at to cut the phases of a graph by the whole of it; phases beyond that are cut by themselves. There may
+#: be hundreds, with an array object for each variable of each file
 LOOKED = 2**19
-#: blocks that are used up and kept beside as many that are not; for less it is not worth to look at all of them
-KEPT = 64
+#: blocks of a worker that are looked at for a root; and blocks that are used up and kept beside as many that are not,
+#: as for less it is not worth to look at all of them
+LOOKED_BLOCKS, KEPT = 8, 64
 #: sources that the roots of a graph may share, and bytes of all of them that cost no more than a message
 MAX_SOURCES, LIGHT_BYTES = 8, 64 * 2**10
 
@@ -299,18 +300,16 @@ class RootBlocks:
         """
         blocks = self.by_owner.get(address)
         while True:
-            while blocks:
-                block = blocks[0]
+            while blocks and self._next(blocks[0], tasks) is None and not blocks[0].left:
+                blocks.popleft()
+            # Roots of an older graph may not be ready yet, those of a later one more urgent: (-priority, generation).
+            for block in itertools.islice(blocks or (), LOOKED_BLOCKS):
                 found = self._next(block, tasks)
-                if found is None:
-                    if block.left:
-                        return None  # not ready yet
-                    blocks.popleft()
-                    continue
-                if head is not None and head.priority[:2] < found.priority[:2]:
-                    return None  # (minus the user's priority, generation of the graph)
-                self.pulled += 1
-                return found
+                if found is not None and (head is None or head.priority[:2] >= found.priority[:2]):
+                    self.pulled += 1
+                    return found
+            if blocks:
+                return None
             self.by_owner.pop(address, None)
             taken = self._take(address, node, may_take)
             if taken is None:

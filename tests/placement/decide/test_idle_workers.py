@@ -108,3 +108,39 @@ def test_a_slow_worker_is_refused_no_longer_than_others_may_take(long: None, mon
         await c.gather(futures)
 
     run()
+
+
+def source(i: int) -> int:
+    Gate(f"source-{i}").wait()
+    return i
+
+
+def read(x: int, i: int) -> int:
+    return i
+
+
+def test_roots_that_wait_for_their_input_keep_no_worker_from_later_ones(
+    long: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cheap = [True]
+    monkeypatch.setattr(RootDispatch, "_cheap", lambda self: cheap[0])
+
+    @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 3, config=EXACT, timeout=30)
+    async def run(c: Any, s: Scheduler, *workers: Worker) -> None:
+        plugin, engine = await started(s)
+        assert plugin.monitor is not None
+        plugin.monitor.stop()
+        sources = [c.submit(source, i, workers=[workers[i].address], pure=False) for i in range(2)]
+        reads = c.map(read, [x for x in sources for _ in range(9)], list(range(18)), pure=False)
+        await until(lambda: len(engine.groups.later) == len(reads))
+        await Gate("source-0").set()
+        await until(lambda: sum(f.done() for f in reads) == 9)
+        # Each worker has roots that wait. One is at work on what they wait for, and its later roots are held for it.
+        cheap[0] = False
+        await Gate("begin").set()
+        later = c.map(root, range(18), name="two", pure=False)
+        await until(lambda: sum(f.done() for f in later) >= 12)
+        await Gate("source-1").set()
+        await c.gather([*reads, *later])
+
+    run()
