@@ -11,8 +11,8 @@ this order:
 3. *Rescue*: ask back tasks that wait on a slow worker and would be done sooner in the queue of a faster one, by means
    of work stealing. Stock only sees that the slow worker has little to do.
 4. *Stragglers*: start a second copy of overdue tasks on idle workers, see `straggler_policy`.
-5. *The queue*: fill slots again when a slow worker was refused a root task, or one was held for its owner for long, and
-   as soon as stock decides.
+5. *The queue*: fill slots again when a slow worker was refused a root task, or one was held for its owner for long or
+   waits for an input that comes from another zone, and as soon as stock decides.
 
 Before them, the bookkeeping and the judge of *whole graphs* get their look, see `graph_samples`.
 
@@ -168,7 +168,7 @@ class Monitor:
             self._stragglers(overdue)
         if not scheduler.queued:
             engine.speeds.nothing_queued()
-        elif engine.speeds.refusing or engine.root_dispatch.impatient:
+        elif engine.speeds.refusing or engine.root_dispatch.impatient():
             scheduler.stimulus_queue_slots_maybe_opened(stimulus_id=f"gpurt-patrol-{now}")
 
     # ------------------------------------------------------------------ 1: suspicions

@@ -92,6 +92,8 @@ class RootDispatch:
         self.at_home = 0
         #: key of the root that was held last, and since when
         self._waiting: tuple[Any, float] = None, 0.0
+        #: whether a root waits, or did lately, for an input that is on its way to its worker's zone
+        self._crossing = False
         #: workers in the order in which blocks are given out; None: to be sorted anew
         self._members: list[WorkerInfo] | None = None
 
@@ -200,7 +202,9 @@ class RootDispatch:
         if info is None or not tables.workers.zoned or not ts.dependencies:
             return False
         far = tables.links.link(LinkClass.NETWORK)
-        return under_way(ts.dependencies, info, far, tables.workers.by_address)
+        crosses = under_way(ts.dependencies, info, far, tables.workers.by_address)
+        self._crossing |= crosses
+        return crosses
 
     def may_take(self, owner: str, left: int) -> bool:
         """Whether a worker on another node should take half of the roots that `owner` has `left`."""
@@ -222,11 +226,14 @@ class RootDispatch:
             self._waiting = ts.key, now
         return now - self._waiting[1] < max(PATIENCE_SECONDS, PATIENCE * self._owned.found_seconds())
 
-    @property
     def impatient(self) -> bool:
-        """Whether a root was held for too long: slots are to be filled although no task ends."""
+        """Whether slots are to be filled though no task ends: a root was held for too long, or its input may be there.
+
+        The latter is asked once: where the input is still under way, that is found again when slots are filled.
+        """
+        crossing, self._crossing = self._crossing, False
         key, since = self._waiting
-        return key in self._groups.by_key and self._tables.clock() - since >= PATIENCE_SECONDS
+        return crossing or (key in self._groups.by_key and self._tables.clock() - since >= PATIENCE_SECONDS)
 
     def better_left(self, ws: WorkerState) -> bool:
         """Whether this worker would only queue a root, so that the root had better stay in the scheduler's queue.

@@ -11,6 +11,7 @@ from distributed import get_worker
 from distributed.utils_test import gen_cluster
 
 from dask_gpurt.placement.decide.root_dispatch import RootDispatch
+from dask_gpurt.placement.evaluate.idle_alarm import IdleAlarm
 from dask_gpurt.placement.tables import cluster_speed
 from dask_gpurt.placement.tables.durations import Durations
 from dask_gpurt.placement.tables.worker_speed import KEPT
@@ -142,5 +143,31 @@ def test_roots_that_wait_for_their_input_keep_no_worker_from_later_ones(
         await until(lambda: sum(f.done() for f in later) >= 12)
         await Gate("source-1").set()
         await c.gather([*reads, *later])
+
+    run()
+
+
+def wait(x: bytes, i: int) -> int:
+    Gate("end").wait()
+    return i
+
+
+def test_a_root_begins_when_the_input_that_it_waited_for_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From another zone, to the worker's neighbour: no end of a task may follow."""
+    monkeypatch.setattr(IdleAlarm, "tick", lambda *args: False)
+
+    @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 3, config=EXACT, timeout=30)
+    async def run(c: Any, s: Scheduler, *workers: Worker) -> None:
+        _, engine = await started(s)
+        await until(lambda: all(w.zoned for w in engine.workers.all.items))
+        for w, trip in zip(workers, (1e-5, 2e-2, 2e-2), strict=True):
+            engine.zones.remove(w.address)
+            engine.measured(engine.workers.by_address[w.address], trip)
+        assert engine.workers.zoned
+        x = await c.scatter(bytes(10**7), workers=[workers[0].address])
+        futures = c.map(wait, [x] * 9, list(range(9)), pure=False)
+        await until(lambda: all(ws.processing for ws in s.workers.values()))
+        await Gate("end").set()
+        await c.gather(futures)
 
     run()

@@ -80,22 +80,22 @@ def test_a_root_is_not_held_for_ever() -> None:
     assign(engine, FakeTask("hours"), a)
     engine.scheduler.idle_task_count = {b}
     assert engine.held(root)
-    assert not engine.root_dispatch.impatient
+    assert not engine.root_dispatch.impatient()
     now[0] = 4.0
     assert engine.held(root)
     now[0] = 6.0
     assert not engine.held(root)
-    assert engine.root_dispatch.impatient, "no task may end that would have slots filled"
+    assert engine.root_dispatch.impatient(), "no task may end that would have slots filled"
     engine.root_dispatch.root_done(engine.workers.all.items[0], 2.0, GB)
     assert engine.held(root), "four of them take longer"
     now[0] = 9.0
     assert not engine.held(root)
     engine.groups.gone(root.key)
-    assert not engine.root_dispatch.impatient
+    assert not engine.root_dispatch.impatient()
     engine.root_dispatch.graph_arrived([])
     (again,) = own(engine, a, 1)
     assert again.key == root.key
-    assert not engine.root_dispatch.impatient
+    assert not engine.root_dispatch.impatient()
     assert engine.held(again), "the same query once more"
 
 
