@@ -53,6 +53,10 @@ def _load(ws: WorkerState) -> float:
     return len(ws.processing) / ws.nthreads
 
 
+def _has_thread(ws: WorkerState) -> bool:
+    return len(ws.processing) - len(ws.long_running) < ws.nthreads
+
+
 class RootQueue:
     """Overrides how one scheduler gives out its queued root tasks."""
 
@@ -145,10 +149,12 @@ class RootQueue:
             return
         given = 0
         if self._pending():
-            for ws in self._order(first_deal or s.validate) if idle else ():
-                while ws in idle and queued and self._ask(self._worth, True, ws):
-                    if first_deal and len(ws.processing) - len(ws.long_running) >= ws.nthreads:
-                        break
+            order = self._order(first_deal or s.validate) if idle else []
+            # Once more, as what is more urgent than a worker's own roots has gone to others, or is held for them.
+            for ws in order * 2 if first_deal else order:
+                while (
+                    ws in idle and queued and (not first_deal or _has_thread(ws)) and self._ask(self._worth, True, ws)
+                ):
                     ts = self._offer(ws)
                     if ts is None or not self._send(ts, ws, stimulus_id):
                         break
@@ -161,13 +167,14 @@ class RootQueue:
             # A root that needs inputs from elsewhere as well would only wait beside the others.
             if ts is not None and all(ws in d.who_has for d in ts.dependencies):
                 self._send(ts, ws, stimulus_id)
-        if first_deal and given and queued and self._waits(queued.peek()):
-            return
         while idle and queued:
             ts = queued.peek()
+            threads = bool(first_deal and given and self._waits(ts))
+            if threads and not any(map(_has_thread, idle)):
+                return
             if self._ask(self._held, False, ts):
                 return
-            ws = self._least_busy(ts)
+            ws = self._least_busy(ts, threads)
             if ws is None or not self._send(ts, ws, stimulus_id):
                 return
 
@@ -184,14 +191,21 @@ class RootQueue:
 
     # ------------------------------------------------------------------ parts of them
 
-    def _least_busy(self, ts: TaskState | None) -> WorkerState | None:
-        """A worker for a root that no worker pulled (`ts`, when it is known); None: it stays queued."""
+    def _least_busy(self, ts: TaskState | None, threads: bool = False) -> WorkerState | None:
+        """A worker for a root that no worker pulled (`ts`, when it is known), one with a free thread if `threads`.
+
+        None: it stays queued.
+        """
         s = self.scheduler
         idle = s.idle_task_count
         if not idle:
             return None
+
+        def able(ws: WorkerState) -> bool:
+            return (not threads or _has_thread(ws)) and self._worth(ws)
+
         try:
-            pool = [ws for ws in self._takers(ts, self._worth) if ws in idle and self._worth(ws)]
+            pool = [ws for ws in self._takers(ts, able) if ws in idle and able(ws)]
         except Exception:
             self.seam.failed(self.part.name)
             return self._stock_decide()

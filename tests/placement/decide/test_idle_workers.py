@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+import dask
 import pytest
+from dask import delayed
 from distributed import Event as Gate
 from distributed import get_worker
 from distributed.utils_test import gen_cluster
@@ -166,6 +168,26 @@ def test_a_root_begins_when_the_input_that_it_waited_for_has_come(monkeypatch: p
         assert engine.workers.zoned
         x = await c.scatter(bytes(10**7), workers=[workers[0].address])
         futures = c.map(wait, [x] * 9, list(range(9)), pure=False)
+        await until(lambda: all(ws.processing for ws in s.workers.values()))
+        await Gate("end").set()
+        await c.gather(futures)
+
+    run()
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_urgent_roots_of_one_worker_keep_no_other_idle(long: None, monkeypatch: pytest.MonkeyPatch, held: bool) -> None:
+    """When a graph is first given out, as its first task may take hours."""
+    monkeypatch.setattr(RootDispatch, "_cheap", lambda self: not held)
+
+    @gen_cluster(client=True, nthreads=TWO, config=EXACT, timeout=30)
+    async def run(c: Any, s: Scheduler, *workers: Worker) -> None:
+        plugin, _ = await started(s)
+        assert plugin.monitor is not None
+        plugin.monitor.stop()
+        with dask.annotate(priority=10):
+            urgent = [delayed(wait, pure=False)(b"", i) for i in range(3)]
+        futures = c.compute(urgent + [delayed(wait, pure=False)(b"", i) for i in range(5)], optimize_graph=False)
         await until(lambda: all(ws.processing for ws in s.workers.values()))
         await Gate("end").set()
         await c.gather(futures)
