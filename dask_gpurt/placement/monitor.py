@@ -177,6 +177,7 @@ class Monitor:
         ws = info.ws
         engine = self.engine
         engine.tables.devices.look(ws)
+        engine.workers.refresh(info)
         if not info.zoned:
             self._sound(info)
         late: list[float] = []

@@ -208,7 +208,10 @@ class Workers:
         return info
 
     def refresh(self, info: WorkerInfo) -> None:
-        """Update the sets of idle workers: whether a thread of this worker is free."""
+        """Update the sets of idle workers: whether a thread of this worker is free.
+
+        Call when a task came or left, and now and then: no event tells that one has seceded.
+        """
         ws = info.ws
         free = len(ws.processing) - len(ws.long_running) < ws.nthreads
         if free is info.free:

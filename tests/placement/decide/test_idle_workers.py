@@ -9,7 +9,7 @@ import dask
 import pytest
 from dask import delayed
 from distributed import Event as Gate
-from distributed import get_worker
+from distributed import get_worker, secede
 from distributed.utils_test import gen_cluster
 
 from dask_gpurt.placement.decide.root_dispatch import RootDispatch
@@ -191,5 +191,28 @@ def test_urgent_roots_of_one_worker_keep_no_other_idle(long: None, monkeypatch: 
         await until(lambda: all(ws.processing for ws in s.workers.values()))
         await Gate("end").set()
         await c.gather(futures)
+
+    run()
+
+
+def test_a_worker_all_of_whose_tasks_have_seceded_is_idle() -> None:
+    """To the alarm of idle threads, and to what looks for free workers, while nothing else happens."""
+
+    @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], timeout=30)
+    async def run(c: Any, s: Scheduler, a: Worker) -> None:
+        plugin = await install(s)
+
+        def outer() -> None:
+            secede()
+            Gate("gate").wait()
+
+        future = c.submit(outer)
+        ws = s.workers[a.address]
+        await until(lambda: ws.long_running)
+        assert plugin.engine is not None
+        idle = plugin.engine.workers.idle.items
+        await until(lambda: [info.ws for info in idle] == [ws])
+        await Gate("gate").set()
+        await future
 
     run()
