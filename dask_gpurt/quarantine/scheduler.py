@@ -2,8 +2,8 @@
 
 Theory of operation. Every few seconds the heartbeats' ``health`` and the learned slowness of workers go into
 `Evidence`. Each new suspect is an event with what was found and what mends it. With ``gpurt.quarantine: on`` the worker
-is also held (`hold.Holds`), as long as at most a third of the workers are; after that it stays at the event. A link is
-never held: its fetches take another holder, and shuffles their safe way.
+is also held (`hold.Holds`), as long as at most a third of the workers are; after that it stays at the event, until
+there is room. A link is never held: its fetches take another holder, and shuffles their safe way.
 
 What a card, a disk or a checksum has shown does not mend itself: such a worker stays out until somebody releases it,
 also when its nanny starts it again. A slow one is let in after `WARM_UPS` known computations in a row that take as long
@@ -89,7 +89,7 @@ class Quarantine(SchedulerPlugin):
         self._timer: asyncio.TimerHandle | None = None
         #: why each worker is out
         self._why: dict[str, Suspect] = {}
-        #: what was said of whom, newest last
+        #: what was said of whom and still counts, and why workers are out; newest last
         self._said: dict[tuple[str, Cause, str], Suspect] = {}
         #: name of a worker that must not come back by itself -> why; its nanny starts it under the same name
         self._names: dict[object, Suspect] = {}
@@ -162,8 +162,11 @@ class Quarantine(SchedulerPlugin):
             self._take_in(ws.address, ws.metrics.get(_METRICS, {}).get(KEY, {}), now)
         # A held worker gets no tasks from which its speed could be learned anew.
         self.evidence.speeds({w: s for w, s in self._slowness().items() if w not in holds.held}, now)
-        for suspect in self.evidence.suspects(now):
-            self._judge(suspect)
+        suspects = {(one.worker, one.cause, one.peer): one for one in self.evidence.suspects(now)}
+        for key in [key for key in self._said if key not in suspects and key[0] not in holds.held]:
+            del self._said[key]  # it is well again, or that was too long ago
+        for key, suspect in suspects.items():
+            self._judge(key, suspect)
         for worker, why in [
             (ws.address, self._names[ws.name]) for ws in scheduler.workers.values() if ws.name in self._names
         ]:
@@ -185,24 +188,26 @@ class Quarantine(SchedulerPlugin):
         if (what := health.get("hardware")) and (worker, Cause.HARDWARE, "") not in self._said:
             self.evidence.hardware(worker, str(what))
 
-    def _judge(self, suspect: Suspect) -> None:
-        key = suspect.worker, suspect.cause, suspect.peer
-        if key in self._said or self._holds is None or suspect.worker in self._holds.held:
+    def _judge(self, key: tuple[str, Cause, str], suspect: Suspect) -> None:
+        if self._holds is None or suspect.worker in self._holds.held:
             return
+        new = key not in self._said
         self._said[key] = suspect
-        self.counts["suspects"] += 1
+        self.counts["suspects"] += new
         if suspect.peer:
-            self._alarm(suspect, "is sent corrupt data over one link")
+            self._alarm(new, suspect, "is sent corrupt data over one link")
         elif self.mode is not Mode.ON:
-            self._alarm(suspect, "is at fault and works on (gpurt.quarantine is alarm)")
+            self._alarm(new, suspect, "is at fault and works on (gpurt.quarantine is alarm)")
         elif not self._room():
-            self._alarm(suspect, f"is at fault and works on: {SHARE:.0%} of the workers are held already")
+            self._alarm(new, suspect, f"is at fault and works on: {SHARE:.0%} of the workers are held already")
+        # Also one that was said before: there is room for it now, or it has begun to work.
         elif self._holds.hold(suspect.worker):
             self._keep_out(suspect)
 
-    def _alarm(self, suspect: Suspect, what: str) -> None:
-        self.counts["alarms"] += 1
-        self._tell("alarm", suspect, what)
+    def _alarm(self, new: bool, suspect: Suspect, what: str) -> None:
+        if new:
+            self.counts["alarms"] += 1
+            self._tell("alarm", suspect, what)
 
     def _room(self) -> bool:
         assert self._holds is not None

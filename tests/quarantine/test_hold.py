@@ -234,6 +234,42 @@ async def test_at_most_a_third(c: Any, s: Any, *workers: Any) -> None:
 
 
 @gen_cluster(client=True, nthreads=THREE, config=NO_AMM)
+async def test_one_for_which_there_was_no_room_is_held_once_there_is(c: Any, s: Any, *workers: Any) -> None:
+    async with guarded(s, "on") as quarantine:
+        for worker in workers[:2]:
+            quarantine.evidence.hardware(worker.address, "Xid 79")
+        quarantine.look()
+        assert list(quarantine.statistics()["held"]) == [workers[0].address]
+        quarantine.release([workers[0].address])
+        quarantine.look()
+        told = quarantine.statistics()
+        assert list(told["held"]) == [workers[1].address]
+        assert told["suspects"] == []
+        assert told["counts"] == {"suspects": 2, "alarms": 1, "held": 2, "released": 1, "let_go": 0}
+
+
+@gen_cluster(client=True, nthreads=THREE, config=NO_AMM)
+async def test_a_suspect_that_is_well_again_is_none(c: Any, s: Any, *workers: Any) -> None:
+    slowness = {workers[0].address: 3.0}
+    async with guarded(s, "alarm") as quarantine:
+        quarantine._slowness = lambda: slowness
+        now = quarantine._clock()
+        quarantine._clock = lambda: now
+        for _ in range(2):
+            quarantine.look()
+            now += SLOW_SECONDS
+        assert [one["cause"] for one in quarantine.statistics()["suspects"]] == ["slow"]
+        slowness[workers[0].address] = 1.0
+        quarantine.look()
+        assert quarantine.statistics()["suspects"] == []
+        slowness[workers[0].address] = 3.0
+        for _ in range(2):
+            quarantine.look()
+            now += SLOW_SECONDS
+        assert quarantine.counts["alarms"] == 2
+
+
+@gen_cluster(client=True, nthreads=THREE, config=NO_AMM)
 async def test_a_link_is_never_held(c: Any, s: Any, *workers: Any) -> None:
     async with guarded(s, "on") as quarantine:
         wrong(quarantine, workers[0], workers[1:2], times=5)
