@@ -16,6 +16,7 @@ import asyncio
 import dataclasses
 import enum
 import logging
+import shlex
 import statistics
 import time
 from typing import TYPE_CHECKING, Any
@@ -167,12 +168,11 @@ class Quarantine(SchedulerPlugin):
             del self._said[key]  # it is well again, or that was too long ago
         for key, suspect in suspects.items():
             self._judge(key, suspect)
-        for worker, why in [
-            (ws.address, self._names[ws.name]) for ws in scheduler.workers.values() if ws.name in self._names
-        ]:
-            if self.mode is Mode.ON and worker not in holds.held and holds.hold(worker):
-                self._tell("held", dataclasses.replace(why, worker=worker), "is back, and gets no task")
-                self._why[worker] = why
+        for ws in [ws for ws in scheduler.workers.values() if ws.name in self._names]:
+            if ws.address not in holds.held and holds.hold(ws.address):
+                why = dataclasses.replace(self._names[ws.name], worker=ws.address)
+                self._why[ws.address] = self._names[ws.name] = why
+                self._tell("held", why, "is back, and gets no task")
         for worker in holds.look():
             self.counts["let_go"] += 1
             self._let_go(worker, "works again: a task waits that no other worker may run")
@@ -239,7 +239,9 @@ class Quarantine(SchedulerPlugin):
         for worker in workers:
             others = [ws for ws in self._scheduler.running if ws.address != worker]
             if others and self._holds.hold(worker):
-                self._keep_out(Suspect(worker, Cause.ASKED, why, f"dask gpurt release ADDRESS {worker}"))
+                # By its name, which it keeps when its nanny starts it again.
+                name = shlex.quote(str(self._scheduler.workers[worker].name))
+                self._keep_out(Suspect(worker, Cause.ASKED, why, f"dask gpurt release ADDRESS {name}"))
         return list(self._holds.held)
 
     def release(self, workers: Iterable[str]) -> list[str]:

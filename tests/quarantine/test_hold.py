@@ -321,6 +321,26 @@ async def test_hardware_does_not_come_back_by_a_restart(c: Any, s: Any, a: Any, 
         assert quarantine.statistics()["held"] == {}
 
 
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2, Worker=Nanny, config=NO_AMM)
+async def test_one_held_by_hand_does_not_come_back_by_a_restart(c: Any, s: Any, a: Any, b: Any) -> None:
+    """Also where nothing is held by itself; and what is said of it then names the worker that is there."""
+    async with guarded(s) as quarantine:
+        old = a.worker_address
+        assert quarantine.hold([old], "fan failed") == [old]
+        await a.kill()
+        await until(lambda: old not in s.workers)
+        await a.instantiate()
+        await until(lambda: len(s.running) == 2)
+        quarantine.look()
+        told = quarantine.statistics()["held"]
+        assert list(told) == [a.worker_address]
+        assert told[a.worker_address]["worker"] == a.worker_address
+        assert told[a.worker_address]["remedy"] == f"dask gpurt release ADDRESS {a.name}"
+        assert quarantine.release([a.worker_address])
+        quarantine.look()
+        assert quarantine.statistics()["held"] == {}
+
+
 @gen_cluster(client=True, nthreads=THREE, config=NO_AMM)
 async def test_a_slow_one_comes_back_when_it_is_as_fast_as_others(c: Any, s: Any, *workers: Any) -> None:
     seconds = {w.address: 0.2 for w in workers}
