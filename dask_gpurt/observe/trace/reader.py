@@ -68,7 +68,7 @@ class TracedTask:
     #: (start, stop)
     disk_reads: list[tuple[float, float]] = dataclasses.field(default_factory=list)
     released_seconds: float | None = None
-    #: text of the exception
+    #: text of the exception; None: its last run did not fail
     erred: str | None = None
     #: how often it was finished
     runs: int = 0
@@ -287,7 +287,8 @@ class _Builder:
         task = self._known(number)
         if task is None:
             return
-        task.finished_seconds, task.nbytes = at / 1e6, nbytes
+        # It may have failed before, and been run again.
+        task.finished_seconds, task.nbytes, task.erred = at / 1e6, nbytes, None
         if worker is not None:
             task.worker = worker
         task.compute_start_seconds, task.compute_stop_seconds = _seconds(start), _seconds(stop)

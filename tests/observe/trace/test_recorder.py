@@ -7,11 +7,14 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from distributed import Event
+from distributed.utils_test import gen_cluster
 
 from dask_gpurt.observe.trace import writer as writer_module
 from dask_gpurt.observe.trace.reader import Trace
 from dask_gpurt.observe.trace.recorder import EARLIER, TraceRecorder
 from dask_gpurt.observe.trace.samples import IDLE_TICKS
+from dask_gpurt.observe.trace.summary import summary
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -145,3 +148,26 @@ def test_a_recording_ends_with_a_whole_file_of_the_largest_size(
     trace = Trace.load(tmp_path / "t")
     assert len(trace.tasks) == 3
     assert trace.lost_records
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)])
+async def test_a_task_that_is_retried_has_not_failed(c: Any, s: Any, a: Any, tmp_path: Path) -> None:
+    recorder = TraceRecorder(str(tmp_path / "t"))
+    recorder.open(s, {"policy": "stock"})
+    s.add_plugin(recorder, name=recorder.name)
+    first = c.submit(lambda: 1 / Event("mended").is_set(), key="first", pure=False)
+    second = c.submit(lambda x: x, first, key="second")
+    await c.gather([first, second], errors="skip")
+    await Event("mended").set()
+    await c.retry([second])
+    assert await second
+    del s.plugins[recorder.name]
+    writer = recorder.stop()
+    assert writer is not None
+    writer.close(recorder.last)
+    trace = Trace.load(tmp_path / "t")
+    assert {task.key: (task.erred, task.runs) for task in trace.tasks.values()} == {
+        "first": (None, 1),
+        "second": (None, 1),
+    }
+    assert "2 tasks, 2 finished, 0 failed" in summary(trace)
