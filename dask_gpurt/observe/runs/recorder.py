@@ -146,6 +146,7 @@ class RunRecorder:
         if run is not None:
             if run.stop is not None:
                 run.reopen(now)
+                _share(run, going)
             run.add(pending)
         elif len(self._live) >= FOLLOWED and not self._give_up(now):
             self.unfollowed += 1
@@ -157,10 +158,7 @@ class RunRecorder:
                 *(self.number, client, span, name, now),
                 *(history.tasks_seen, history.outputs_seen, self._counts(), pending),
             )
-            if going:
-                run.shared = True
-                for other in going:
-                    other.shared = True
+            _share(run, going)
             self._live.append(run)
         self.wanted.update(pending)
 
@@ -400,6 +398,13 @@ def _joins(run: LiveRun, client: str, span: str, name: str, now: float) -> bool:
         return True
     short = (run.stop - run.start - run.gap_seconds) / run.graphs < SHORT_SECONDS
     return short and run.name == name and now - run.stop < GAP_SECONDS
+
+
+def _share(run: LiveRun, going: list[LiveRun]) -> None:
+    """Note that a run begins, or goes on, beside others."""
+    if going:
+        for one in (run, *going):
+            one.shared = True
 
 
 def _span(annotations: Mapping[Any, Any]) -> str:

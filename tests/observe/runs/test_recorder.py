@@ -138,6 +138,18 @@ def test_overlapping_graphs_of_one_client_and_span_are_one_run() -> None:
     assert c.runs.find(2)["shared"]
 
 
+def test_a_run_that_goes_on_beside_another_one_is_shared() -> None:
+    """Two clients in a loop: the graphs of the first come between the begin and the end of the other's."""
+    c = Cluster()
+    c.submit("x-1")
+    c.finish("x-1")
+    c.submit("y-1", client="other")
+    assert [c.runs.find(number)["shared"] for number in (1, 2)] == [False, False]
+    c.submit("x-2")
+    assert c.outcomes() == [(1, "going on", 2), (2, "going on", 1)]
+    assert [c.runs.find(number)["shared"] for number in (1, 2)] == [True, True]
+
+
 def test_short_graphs_of_one_name_are_one_run_while_they_follow_at_once() -> None:
     c = Cluster()
     for i, wait in enumerate((0.5, 0.5, GAP_SECONDS + 0.1, 0.5)):
