@@ -68,6 +68,7 @@ class Run:
 
     start: float
     stop: float
+    #: of very many some are summed up as one
     workers: tuple[WorkerRun, ...]
     slot_seconds: float
     busy_seconds: float
@@ -95,6 +96,10 @@ class Run:
     silent: Mapping[str, str] = dataclasses.field(default_factory=dict)
     #: of all tasks, where `tasks` has the longest only; None: `tasks` has all that are known
     known: Digest | None = None
+    #: workers, including those that are summed up as one; 0: `workers` has each
+    worker_count: int = 0
+    #: (class of node, $ per hour of one, hosts), of all workers; None: no prices were given, or `workers` has each
+    hosts: tuple[tuple[str, float, int], ...] | None = None
     #: outputs of shuffles, including those that `outputs` no longer has; 0: `outputs` has all
     output_count: int = 0
     #: which run it is, in words; "": what a block or a whole cluster did

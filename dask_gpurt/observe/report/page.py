@@ -5,15 +5,16 @@ Pure: a run in, a page out. What a part that is not installed would have shown i
 
 from __future__ import annotations
 
-import fnmatch
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.observe.collect import wait_histogram
 from dask_gpurt.observe.collect.causes import CAUSES, UNASSIGNED
+from dask_gpurt.observe.collect.fetch_matrix import OTHERS
 from dask_gpurt.observe.render.html import Page
 from dask_gpurt.observe.render.text import bytes_said, seconds_said
 from dask_gpurt.observe.report import charts
+from dask_gpurt.observe.report.cost import by_class
 from dask_gpurt.observe.report.findings import advise
 
 if TYPE_CHECKING:
@@ -60,11 +61,14 @@ def page(run: Run) -> Page:
 
 
 def _headline(out: Page, run: Run) -> None:
-    threads = sum(w.threads for w in run.workers)
+    count, threads = run.worker_count or len(run.workers), sum(w.threads for w in run.workers)
+    alike = count == len(run.workers) and len({w.threads for w in run.workers}) == 1
     used = run.busy_seconds / run.slot_seconds if run.slot_seconds else 0.0
     values = [
         (seconds_said(run.seconds), "wall time"),
-        (f"{len(run.workers)} x {threads // max(1, len(run.workers))}", "workers x threads"),
+        (f"{count:,} x {threads // count}", "workers x threads")
+        if alike
+        else (f"{count:,}, {threads:,}", "workers, threads"),
         (f"{run.task_count:,}", "tasks"),
         (f"{used:.0%}", "of the threads' time busy"),
     ]
@@ -136,9 +140,12 @@ def _timeline(out: Page, run: Run) -> None:
     if len(run.tasks) < run.task_count:
         which = "newest" if run.known is None else "longest"
         out.text(f"The {which} {len(run.tasks):,} of {run.task_count:,} tasks.", kind="note")
-    if len(run.workers) > charts.WORKERS:
-        out.text(f"The first {charts.WORKERS} of {len(run.workers)} workers.", kind="note")
-    out.drawing(charts.timeline(run.workers, run.tasks, run.start, run.stop))
+    drawn = [w for w in run.workers if w.address != OTHERS]
+    if len(drawn) < run.worker_count:
+        out.text(f"The {len(drawn)} of {run.worker_count:,} workers that lost most time.", kind="note")
+    elif len(drawn) > charts.WORKERS:
+        out.text(f"The first {charts.WORKERS} of {len(drawn)} workers.", kind="note")
+    out.drawing(charts.timeline(drawn, run.tasks, run.start, run.stop))
 
 
 def _kinds(out: Page, run: Run) -> None:
@@ -300,44 +307,29 @@ def _cost(out: Page, run: Run) -> None:
     if costs is None:
         return
     out.heading("Cost")
-    total = sum(price for _, _, price in costs)
-    kinds: dict[tuple[str, float], list[str]] = {}
-    for host, kind, price in costs:
-        kinds.setdefault((kind, price), []).append(host)
+    total = sum(count * price for _, price, count in costs)
     rows: list[list[Any]] = [
         [
             kind,
-            f"{len(hosts):,}",
+            f"{count:,}",
             f"{price:,.2f}",
-            f"{len(hosts) * price:,.2f}",
-            f"{len(hosts) * price * run.seconds / 3600:,.4f}",
+            f"{count * price:,.2f}",
+            f"{count * price * run.seconds / 3600:,.4f}",
         ]
-        for (kind, price), hosts in kinds.items()
+        for kind, price, count in costs
     ]
+    hosts = sum(count for _, _, count in costs)
     out.table(
         ["Class of node (of one worker)", "Hosts", "$ per hour of one", "$ per hour", "$ of this run"],
         rows,
-        footer=[["all", f"{len(costs):,}", "", f"{total:,.2f}", f"{total * run.seconds / 3600:,.4f}"]],
+        footer=[["all", f"{hosts:,}", "", f"{total:,.2f}", f"{total * run.seconds / 3600:,.4f}"]],
     )
     idle = 1 - run.busy_seconds / run.slot_seconds if run.slot_seconds else 0.0
     out.text(f"Of that, {idle:.0%} was paid for threads that were idle.", kind="note")
 
 
-def cost(run: Run) -> list[tuple[str, str, float]] | None:
-    """(host, its class, $ per hour); None when no prices were given. A host that no pattern fits costs nothing."""
-    if run.prices is None:
-        return None
-    hosts: dict[str, tuple[str, float]] = {}
-    for w in run.workers:
-        names = (w.host, w.node_class, w.name)
-        price = run.prices if isinstance(run.prices, (int, float)) else _price(run.prices, *names)
-        hosts[w.host] = max(hosts.get(w.host, ("", -1.0)), (w.node_class, price), key=lambda item: item[1])
-    return sorted((host, kind, price) for host, (kind, price) in hosts.items())
-
-
-def _price(prices: Mapping[str, float], *names: str) -> float:
-    for pattern, price in prices.items():
-        # Dask's configuration writes "-" for "_" in keys.
-        if any(fnmatch.fnmatchcase(name.replace("_", "-"), pattern.replace("_", "-")) for name in names):
-            return price
-    return 0.0
+def cost(run: Run) -> list[tuple[str, float, int]] | None:
+    """(class of node, $ per hour of one, hosts); None when no prices were given."""
+    if run.hosts is not None or run.prices is None:
+        return None if run.hosts is None else list(run.hosts)
+    return by_class(((w.host, w.node_class, w.name) for w in run.workers), run.prices)

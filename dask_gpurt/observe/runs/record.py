@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model.node_class import key_of
 from dask_gpurt.observe.collect.causes import BUSY, CAUSES
-from dask_gpurt.observe.collect.fetch_matrix import host_of
+from dask_gpurt.observe.collect.fetch_matrix import OTHERS, host_of
+from dask_gpurt.observe.report.cost import by_class
 from dask_gpurt.observe.report.facts import Fetches, Run, WorkerRun, grown
 from dask_gpurt.observe.report.findings import advise
 from dask_gpurt.observe.report.tasks import Digest, Kind, Slowness, Task
@@ -84,6 +85,8 @@ def made(
     longest = sorted(range(len(tasks)), key=seconds.__getitem__, reverse=True)[:TASKS]
     growth = grown(counts, run.counts)
     sizes = sorted(run.outputs, reverse=True)
+    prices = facts.get("prices")
+    hosts = ((w["host"], w["node_class"], w["name"]) for w in workers)
     step = max(1, -(-len(sizes) // OUTPUTS))
     stop = now if run.stop is None else run.stop
     return {
@@ -107,6 +110,8 @@ def made(
         "busy_seconds": sum(w[BUSY] for w in workers),
         "causes": {cause: sum(w["causes"][cause] for w in workers) for cause in CAUSES},
         "workers": _folded(workers),
+        #: before most of the workers are one
+        "hosts": None if prices is None else by_class(hosts, prices),
         "fetches": heapq.nlargest(FETCHES, fetches, key=lambda row: row[3]),
         "fetched_bytes": sum(row[2] for row in fetches),
         "shuffle": {**shuffle, "runs": growth.get("shuffle", {}).get("runs", 0)},
@@ -175,9 +180,9 @@ def _folded(workers: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for key, value in worker["tiers"].items():
             tiers[key] = tiers.get(key, 0) + value
     others = {
-        "address": "others",
+        "address": OTHERS,
         "name": f"{len(rest)} others",
-        "host": "others",
+        "host": OTHERS,
         "node_class": "",
         **{key: sum(w[key] for w in rest) for key in ("threads", "memory_bytes", "slots", BUSY)},
         "causes": {cause: sum(w["causes"][cause] for w in rest) for cause in CAUSES},
@@ -216,6 +221,10 @@ def run_of(record: Mapping[str, Any]) -> Run:
         prices=record.get("prices"),
         silent=record.get("silent", {}),
         known=Digest(tuple(Kind(*k) for k in record["kinds"]), tuple(Slowness(*s) for s in record["slow"])),
+        worker_count=record["worker_count"],
+        hosts=None
+        if record["hosts"] is None
+        else tuple((kind, price, count) for kind, price, count in record["hosts"]),
         output_count=record["output_count"],
         title=title(record),
         notes=tuple(notes(record)),

@@ -197,11 +197,11 @@ def test_a_run_of_a_cluster_with_a_worker_that_says_nothing() -> None:
 
 def test_cost() -> None:
     assert page.cost(run()) is None
-    a, b = ("host-a", "2 threads, a"), ("host-b", "2 threads, b")
-    assert page.cost(run(prices=2.5)) == [(*a, 2.5), (*b, 2.5)]
-    assert page.cost(run(prices={"host-b": 4.0})) == [(*a, 0.0), (*b, 4.0)]
-    assert page.cost(run(prices={"a": 1.0, "host*": 3.0})) == [(*a, 1.0), (*b, 3.0)]
-    assert page.cost(run(prices={"2 threads, b*": 7.0})) == [(*a, 0.0), (*b, 7.0)]
+    a, b = "2 threads, a", "2 threads, b"
+    assert page.cost(run(prices=2.5)) == [(a, 2.5, 1), (b, 2.5, 1)]
+    assert page.cost(run(prices={"host-b": 4.0})) == [(a, 0.0, 1), (b, 4.0, 1)]
+    assert page.cost(run(prices={"a": 1.0, "host*": 3.0})) == [(a, 1.0, 1), (b, 3.0, 1)]
+    assert page.cost(run(prices={"2 threads, b*": 7.0})) == [(a, 0.0, 1), (b, 7.0, 1)]
     assert "$ of this run" in page.page(run(prices=1.0)).render()
 
 

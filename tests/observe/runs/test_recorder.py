@@ -13,7 +13,7 @@ from dask_gpurt.observe.answers.runs import RunReport, Runs
 from dask_gpurt.observe.collect import stall_ledger
 from dask_gpurt.observe.collect.causes import BUSY, CAUSES
 from dask_gpurt.observe.collect.stall_ledger import StallLedger
-from dask_gpurt.observe.report.page import page
+from dask_gpurt.observe.report import page
 from dask_gpurt.observe.runs import record, recorder
 from dask_gpurt.observe.runs.recorder import GAP_SECONDS, KEPT_BYTES, KEPT_RUNS, LONGEST_SECONDS, RunRecorder
 from tests.observe.fakes import Clock
@@ -224,6 +224,21 @@ def test_a_silent_worker_does_not_keep_a_run_open_for_ever() -> None:
     assert dead.address not in [w["address"] for w in c.runs.find(1)["workers"]]
 
 
+def test_a_report_counts_the_workers_that_are_shown_as_one() -> None:
+    c = Cluster(workers=100)
+    c.runs._facts["prices"] = {"h7": 5.0, "h*": 2.0}
+    c.submit("x-1")
+    c.finish("x-1")
+    c.beat(1, busy=1)
+    run = record.run_of(c.runs.find(1))
+    assert sum(count for _, _, count in page.cost(run) or ()) == 100
+    assert sum(price * count for _, price, count in page.cost(run) or ()) == 99 * 2.0 + 5.0
+    text = page.page(run).render()
+    assert "<b>100, 200</b><span>workers, threads</span>" in text
+    assert "The 31 of 100 workers that lost most time." in text
+    assert "tasks of 69 others" not in text
+
+
 def test_everything_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     c = Cluster(workers=100)
     c.beat(1)
@@ -381,7 +396,7 @@ def test_a_run_of_no_thread_seconds_has_a_page() -> None:
     c.beat(2)
     found = c.runs.find(1)
     run = record.run_of(found | {"slot_seconds": 0.0, "causes": found["causes"] | {"network": 0.1}})
-    assert "report of run 1" in page(run).render()
+    assert "report of run 1" in page.page(run).render()
 
 
 def test_services_that_never_end_do_not_hide_all_other_runs() -> None:
