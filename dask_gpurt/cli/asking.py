@@ -9,7 +9,7 @@ import time
 
 import click
 
-from dask_gpurt.cli.base import asks, gpurt, key_of, show, split
+from dask_gpurt.cli.base import Number, asks, gpurt, key_of, show, split
 from dask_gpurt.errors import NoAnswer
 
 #: of a run
@@ -39,7 +39,7 @@ def status(address: str | None, verbose: bool, as_json: bool, timeout: float) ->
 @click.argument("address", required=False)
 @click.option(
     "--interval",
-    type=click.FloatRange(min=0, max=86_400),
+    type=Number(min=0, max=86_400),
     default=2.0,
     show_default=True,
     help="Seconds between two looks.",
@@ -182,7 +182,7 @@ def compare(words: tuple[str, ...], as_json: bool, timeout: float) -> None:
 @click.option(
     "--stall",
     "stall_seconds",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Number(min=0, min_open=True),
     default=30.0,
     show_default=True,
     help="Seconds without the end of a task, while some run, that are a stall.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import json
+import math
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,17 @@ def gpurt() -> None:
     """dask-gpurt: placement, memory tiers and shuffles."""
 
 
+class Number(click.FloatRange):
+    """A `click.FloatRange` that refuses ``nan``, which no comparison finds outside of a range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number."""
+        number = float(super().convert(value, param, ctx))
+        if math.isnan(number):
+            self.fail(f"{value} is not a number {'above' if self.min_open else 'from'} {self.min:g}.", param, ctx)
+        return number
+
+
 def asks(command: Callable[..., None]) -> Callable[..., None]:
     """A command that asks a cluster: its options, and one line for whatever keeps it from an answer."""
 
@@ -70,7 +82,7 @@ def asks(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--tls-ca-file", type=file, help="Certificates of the authority, in PEM format."),
         click.option(
             "--timeout",
-            type=click.FloatRange(min=0, min_open=True),
+            type=Number(min=0, min_open=True),
             default=10.0,
             show_default=True,
             help="Seconds that the scheduler has to answer, and the workers.",

@@ -9,7 +9,7 @@ import os
 
 import click
 
-from dask_gpurt.cli.base import gpurt
+from dask_gpurt.cli.base import Number, gpurt
 from dask_gpurt.errors import GpurtError
 
 
@@ -56,7 +56,7 @@ def trace(file: str, chrome: str | None, damaged: bool) -> None:
 @click.option("--baseline", help="Policy that the others are compared with; the first, unless given.")
 @click.option(
     "--gate",
-    type=click.FloatRange(0, min_open=True),
+    type=Number(0, min_open=True),
     help="Exit with 1 when a makespan is more than this times the baseline's.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")

@@ -65,10 +65,10 @@ def found(client: Asked) -> Client | Cluster | str:
     )
 
 
-def checked_seconds(timeout: float) -> None:
+def checked_seconds(seconds: float, name: str = "timeout") -> None:
     """Refuse what is no number of seconds above 0 with a `ValueError`."""
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
-        raise ValueError(f"timeout is {timeout!r}, must be a number of seconds above 0, and finite")
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
+        raise ValueError(f"{name} is {seconds!r}, must be a number of seconds above 0, and finite")
 
 
 def is_asynchronous(client: Client | Cluster | str) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.client import remote
-from dask_gpurt.client.ask import ask, ask_scheduler
+from dask_gpurt.client.ask import ask, ask_scheduler, checked_seconds
 from dask_gpurt.client.checkup import checkup_of
 from dask_gpurt.client.connect import ANSWER_SECONDS
 from dask_gpurt.client.diagnosis import COLD_SECONDS, STALL_SECONDS, Diagnosis, Evidence
@@ -53,9 +53,12 @@ def diagnose(
 
     Raises
     ------
+    ValueError
+        `timeout` or `stall_seconds` is no number above 0.
     NoAnswer
         The scheduler cannot be reached, or does not answer in time.
     """
+    checked_seconds(stall_seconds, "stall_seconds")
     answer: Diagnosis = ask(client, _diagnose, every, stall_seconds, timeout, timeout=timeout)
     return answer
 

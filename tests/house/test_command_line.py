@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from dask_gpurt.cli import gpurt
+from dask_gpurt.client.diagnose import diagnose
 from dask_gpurt.observe.trace.reader import Trace
 
 if TYPE_CHECKING:
@@ -122,3 +123,25 @@ def test_no_time_is_endless() -> None:
         assert isinstance(got.exception, SystemExit), (arguments, got.exception)
         assert got.exit_code == exit_code
         assert said in got.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["diagnose", "tcp://127.0.0.1:1", "--stall", "nan"], "nan is not a number above 0"),
+        (["status", "tcp://127.0.0.1:1", "--timeout", "nan"], "nan is not a number above 0"),
+        (["top", "tcp://127.0.0.1:1", "--interval", "nan"], "nan is not a number from 0"),
+        (["replay", __file__, "--gate", "nan"], "nan is not a number above 0"),
+    ],
+)
+def test_nan_is_no_number(arguments: list[str], said: str) -> None:
+    """Nothing is more than that: a gate of it would let everything pass, and all would be a stall."""
+    got = CliRunner().invoke(gpurt, arguments)
+    assert got.exit_code == 2, got.output
+    assert said in got.output
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), 0, -1.0, "30"])
+def test_a_stall_is_a_time(seconds: float) -> None:
+    with pytest.raises(ValueError, match=r"stall_seconds is .*, must be a number of seconds above 0, and finite"):
+        diagnose("tcp://127.0.0.1:1", stall_seconds=seconds)
