@@ -72,6 +72,8 @@ def asks(command: Callable[..., None]) -> Callable[..., None]:
         with dask.config.set({f"distributed.comm.tls.{key}": path for key, path in given.items() if path}):
             try:
                 command(**kwargs)
+            except BrokenPipeError:  # such as that of `| head`, which click ends quietly
+                raise
             except (GpurtError, OSError, ValueError) as e:  # ValueError: a worker or a path that is none
                 raise click.ClickException(" ".join(str(e).split())) from e
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 from typing import TYPE_CHECKING
 
@@ -145,3 +146,16 @@ def test_nan_is_no_number(arguments: list[str], said: str) -> None:
 def test_a_stall_is_a_time(seconds: float) -> None:
     with pytest.raises(ValueError, match=r"stall_seconds is .*, must be a number of seconds above 0, and finite"):
         diagnose("tcp://127.0.0.1:1", stall_seconds=seconds)
+
+
+def test_a_reader_that_leaves_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as ``| head``."""
+
+    def shut(*args: object) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr("dask_gpurt.client.runs.runs", lambda *args, **kwargs: "the runs")
+    monkeypatch.setattr("dask_gpurt.cli.asking.show", shut)
+    got = CliRunner().invoke(gpurt, ["runs", "tcp://127.0.0.1:1"])
+    assert got.exit_code == 1
+    assert got.output == ""
