@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -297,7 +298,8 @@ def _prices(value: Any) -> float | dict[str, float] | None:
         return None
     prices = value if isinstance(value, dict) else {"*": value}
     for pattern, price in prices.items():
-        if isinstance(price, bool) or not isinstance(price, (int, float)) or not 0 <= price < float("inf"):
+        # An integer may be larger than any float.
+        if isinstance(price, bool) or not isinstance(price, (int, float)) or not 0 <= price <= sys.float_info.max:
             raise ConfigError(
                 f"gpurt.observe.cost-per-hour is {price!r} for {pattern!r}, must be a number >= 0, such as 3.06, or a "
                 "mapping of patterns to such numbers"
