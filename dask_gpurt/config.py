@@ -206,7 +206,7 @@ class Settings:
             shuffle=_shuffle(tree["shuffle"]),
             transfers=_part(TransferSettings, tree["transfers"]),
             observe=_part(ObserveSettings, tree["observe"], cost_per_hour=_prices(tree["observe"]["cost-per-hour"])),
-            trace=_part(TraceSettings, tree["trace"]),
+            trace=_part(TraceSettings, tree["trace"], path=_trace_path(tree["trace"]["path"])),
             # YAML takes a bare off for a boolean.
             preflight="off" if tree["preflight"] is False else tree["preflight"],
             preflight_imports=tuple(tree["preflight-imports"]),
@@ -316,6 +316,15 @@ def _folders(value: Any) -> tuple[str, ...]:
                 "gpurt.tiers.object-store takes an address"
             )
     return tuple(os.path.expanduser(folder) for folder in folders)
+
+
+def _trace_path(value: str | None) -> str | None:
+    if value is not None and not value.strip():
+        raise ConfigError(
+            f"gpurt.trace.path is {value!r}, must be that of a file on the scheduler's machine, such as 'run.trace', "
+            "or null for no recording"
+        )
+    return value
 
 
 def _bytes_or_auto(value: Any, where: str) -> int | None:

@@ -75,6 +75,7 @@ def test_every_key_is_an_argument_of_the_preload() -> None:
         ({"tiers.object-timeout": float("inf")}, ["is inf", "a number > 0"]),
         ({"tiers.object-timeout": 10**400}, [str(10**400), "a number > 0 and <= 86400"]),
         ({"tiers.object-timeout": 1e20}, ["is 1e+20", "a number > 0 and <= 86400"]),
+        ({"trace.path": ""}, ["is ''", "such as 'run.trace', or null for no recording"]),
         ({"observe.cost-per-hour": 10**400}, [str(10**400), "must be a number >= 0"]),
         ({"observe.cost-per-hour": {"a": 10**400}}, [str(10**400), "for 'a', must be a number >= 0"]),
         ({"tiers.object-store": "mybucket"}, ["is 'mybucket', must be one like 's3://bucket/prefix'"]),
