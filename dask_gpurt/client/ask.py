@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import dask.config
@@ -20,7 +21,7 @@ from dask_gpurt.client.connect import ANSWER_SECONDS, opened, within
 from dask_gpurt.errors import GpurtError, NoAnswer
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
+    from collections.abc import Awaitable, Callable, Iterable, Iterator
     from types import TracebackType
     from typing import TypeAlias
 
@@ -69,6 +70,17 @@ def checked_seconds(seconds: float, name: str = "timeout") -> None:
     """Refuse what is no number of seconds above 0 with a `ValueError`."""
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
         raise ValueError(f"{name} is {seconds!r}, must be a number of seconds above 0, and finite")
+
+
+@contextlib.contextmanager
+def after_block(error: BaseException | None, what: str) -> Iterator[None]:
+    """The end of a ``with`` block that has raised `error`, or not: what fails here must not take its place."""
+    try:
+        yield
+    except Exception as e:
+        if error is None:
+            raise
+        warnings.warn(f"dask-gpurt: {what}: {e}", stacklevel=4)
 
 
 def is_asynchronous(client: Client | Cluster | str) -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed import Client
 
-from dask_gpurt.client.ask import Session, ask_scheduler, checked_seconds, found, is_asynchronous
+from dask_gpurt.client.ask import Session, after_block, ask_scheduler, checked_seconds, found, is_asynchronous
 from dask_gpurt.errors import GpurtError, TraceError
 from dask_gpurt.observe.output_file import replaceable
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 PIECE_BYTES = 4 * 2**20
 #: seconds for one answer of the scheduler, which writes at the end what it still has in memory
 ANSWER_SECONDS = 60.0
+_UNWRITTEN = "the recording of a block that raised was not written"
 
 
 class record:
@@ -52,7 +53,7 @@ class record:
         With an asynchronous client use ``async with``.
     path
         Where the file goes, on the client's machine. It appears when the block ends, also by an exception; one that is
-        there is replaced then.
+        there is replaced then. If that fails after an exception, it is a warning, and the exception goes on.
     timeout
         Seconds for each answer of the scheduler, and to connect to an address.
 
@@ -99,7 +100,7 @@ class record:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         assert self._session is not None
-        with contextlib.ExitStack() as end:
+        with after_block(error, _UNWRITTEN), contextlib.ExitStack() as end:
             end.push(self._session.__exit__)
             self._session.ask(self._end)
 
@@ -117,7 +118,8 @@ class record:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         assert isinstance(self.client, Client)
-        await self._end(self.client)
+        with after_block(error, _UNWRITTEN):
+            await self._end(self.client)
 
     async def _begin(self, client: Client) -> None:
         problem = await ask_scheduler(client, _begin, timeout=self._timeout, name=self._name, client=client.id)

@@ -11,7 +11,7 @@ import re
 from typing import TYPE_CHECKING, Any, overload
 
 from dask_gpurt.client import remote
-from dask_gpurt.client.ask import ask, ask_scheduler, ask_workers, checked_seconds, found, is_asynchronous
+from dask_gpurt.client.ask import after_block, ask, ask_scheduler, ask_workers, checked_seconds, found, is_asynchronous
 from dask_gpurt.client.connect import ANSWER_SECONDS
 from dask_gpurt.client.runs import report_of, whole
 from dask_gpurt.errors import GpurtError
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 #: text that is an address, not a path
 _ADDRESS = re.compile(r"[a-z]+://|[\w.-]+:\d+$")
+
+_UNWRITTEN = "the report of a block that raised was not written"
 
 
 @overload
@@ -53,8 +55,9 @@ def report(
     Parameters
     ----------
     path
-        Where the HTML file goes. It needs nothing besides itself, and is written also when the block raises. With `run`
-        it may be left out, and the client given in its place.
+        Where the HTML file goes. It needs nothing besides itself, and is written also when the block raises; if that
+        fails, it is a warning, and the block's own exception goes on. With `run` it may be left out, and the client
+        given in its place.
     client
         Of a cluster with the extension; or the cluster, or its scheduler's address. None: the current client, or else
         the address in Dask's configuration. With an asynchronous client use ``async with``; the report of a
@@ -141,7 +144,8 @@ class ReportBlock:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._finish(snapshot(self._client, timeout=self._timeout))
+        with after_block(value, _UNWRITTEN):
+            self._finish(snapshot(self._client, timeout=self._timeout))
 
     async def __aenter__(self) -> ReportBlock:
         self._client = found(self._client)
@@ -153,7 +157,8 @@ class ReportBlock:
     async def __aexit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._finish(await ask(self._client, snapshot_of, self._timeout))
+        with after_block(value, _UNWRITTEN):
+            self._finish(await ask(self._client, snapshot_of, self._timeout))
 
     def _finish(self, after: dict[str, Any]) -> None:
         self.run = from_snapshots(self._before, after)

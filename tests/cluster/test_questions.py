@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from distributed import Client
 
+import dask_gpurt
 from dask_gpurt.client.ask import ask_workers
+from dask_gpurt.errors import GpurtError
 
 from .processes import processes, together
 
@@ -74,6 +76,27 @@ def test_from_the_command_line(tmp_path: Path) -> None:
                 assert "Traceback" not in answer.stderr
             assert no_cluster.returncode == 1
             assert "no scheduler answers at 'tcp://127.0.0.1:1'" in no_cluster.stderr
+
+
+def _fail(client: Client) -> None:
+    client.close()
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("what", [dask_gpurt.report, lambda path, client: dask_gpurt.record(client, path)])
+def test_the_error_of_a_block_goes_on(what: Any, tmp_path: Path) -> None:
+    """Its cluster may be gone with it, so that there is nothing to write; without an error that is one."""
+    with dask_gpurt.local_cluster(n_workers=1, processes=False, dashboard_address=":0") as cluster:
+        with (
+            Client(cluster) as client,
+            pytest.warns(UserWarning, match="of a block that raised was not written"),
+            pytest.raises(ZeroDivisionError),
+            what(str(tmp_path / "out"), client),
+        ):
+            _fail(client)
+        with Client(cluster) as client, pytest.raises(GpurtError), what(str(tmp_path / "out"), client):
+            client.close()
+    assert not list(tmp_path.iterdir())
 
 
 def test_workers_that_were_asked_again_leave_no_traceback() -> None:
