@@ -143,15 +143,17 @@ def check(a: argparse.Namespace, folder: str) -> argparse.Namespace:
         value = getattr(a, option)
         if value is not None and not (math.isfinite(value) and value > 0):
             raise ValueError(f"--{option.replace('_', '-')} is {value!r}, must be a number above 0")
-    if a.kill_worker is not None and a.kill_worker < 0:
+    if a.kill_worker is not None and not (math.isfinite(a.kill_worker) and a.kill_worker >= 0):
         raise ValueError(f"--kill-worker is {a.kill_worker}, must be seconds from the start of the queries, 0 or more")
     if a.memory_limit is None:
         a.memory_limit_bytes = memory_limit_bytes(data.free_memory_bytes(), len(a.engine_names), a.workers)
     else:
         try:
             a.memory_limit_bytes = int(dask.utils.parse_bytes(a.memory_limit))
-        except ValueError:
-            raise ValueError(f"--memory-limit is {a.memory_limit!r}, must be bytes such as 2GiB") from None
+        except (ValueError, OverflowError):
+            a.memory_limit_bytes = 0
+        if a.memory_limit_bytes <= 0:
+            raise ValueError(f"--memory-limit is {a.memory_limit!r}, must be bytes above 0, such as 2GiB")
     a.out = os.path.abspath(a.out or os.path.join(folder, "tpch", "run"))
     a.data = os.path.abspath(a.data or os.path.join(folder, "tpch", f"sf{a.scale:g}"))
     return a
