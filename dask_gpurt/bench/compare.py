@@ -19,6 +19,8 @@ from typing import Any
 TOLERANCE = 0.03
 #: fewest runs of a query that tell its noise
 FEWEST_RUNS = 3
+#: what is known of one query on one engine
+_CELL = {"seconds", "errors", "differences"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +77,12 @@ def load(path: str) -> dict[str, Any]:
         raise ValueError(f"{path} is not JSON ({e}). Remedy: give what bench tpch --json wrote") from None
     if not isinstance(found, dict) or not isinstance(found.get("queries"), dict):
         raise ValueError(f"{path} has no queries. Remedy: give what bench tpch --json wrote")
+    for query, engines in found["queries"].items():
+        cells = engines.values() if isinstance(engines, dict) else [None]
+        if not all(isinstance(cell, dict) and cell.keys() >= _CELL for cell in cells):
+            raise ValueError(
+                f"{path} has no {', '.join(sorted(_CELL))} of {query}. Remedy: give what bench tpch --json wrote"
+            )
     return found
 
 
@@ -91,7 +99,7 @@ def changes(a: dict[str, Any], b: dict[str, Any]) -> list[Change]:
             raise ValueError(
                 f"{option} is {a.get(option)!r} in the first and {b.get(option)!r} in the second; they do not compare"
             )
-    engines = [e for e in _engines(a) if e in _engines(b)]
+    engines = [e for e in _engines(a) if all(e in cells for r in (a, b) for cells in r["queries"].values())]
     queries = [q for q in a["queries"] if q in b["queries"]]
     if not engines or not queries:
         raise ValueError(

@@ -96,3 +96,20 @@ def test_what_does_not_compare_is_refused(tmp_path: Path) -> None:
     code, text = invoke(tmp_path, a, {})
     assert code == 1
     assert "has no queries. Remedy" in text
+
+
+@pytest.mark.parametrize("cells", [5, {"gpurt": 5}, {"gpurt": {"seconds": [1.0]}}])
+def test_a_file_of_something_else_is_one_line(tmp_path: Path, cells: Any) -> None:
+    good = result({"q01": {"gpurt": [1.0, 1.0, 1.0]}})
+    code, text = invoke(tmp_path, good, {**good, "queries": {"q01": cells}})
+    assert code == 1
+    assert "b.json has no differences, errors, seconds of q01. Remedy: give what bench tpch --json wrote" in text
+
+
+def test_an_engine_that_some_query_lacks_is_left_out(tmp_path: Path) -> None:
+    runs = [1.0, 1.0, 1.0]
+    both = result({"q01": {"stock": runs, "gpurt": runs}, "q02": {"stock": runs, "gpurt": runs}})
+    one = result({"q01": {"stock": runs, "gpurt": runs}, "q02": {"stock": runs}})
+    code, text = invoke(tmp_path, both, one)
+    assert code == 0
+    assert "gpurt" not in text
