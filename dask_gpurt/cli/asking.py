@@ -119,7 +119,7 @@ def report(address: str | None, out: str, run: int | None, timeout: float) -> No
     from dask_gpurt.client.ask import ask
     from dask_gpurt.client.reports import report_now
     from dask_gpurt.client.runs import report_of
-    from dask_gpurt.observe.report.findings import advise
+    from dask_gpurt.observe.report.findings import NOTHING, advise
 
     if run is None:
         made = report_now(out, address, timeout=timeout)
@@ -132,7 +132,7 @@ def report(address: str | None, out: str, run: int | None, timeout: float) -> No
     for finding in findings:
         click.echo(f"{finding.share:6.1%}  {finding.cause}: {finding.text} {finding.remedy}")
     if not findings:
-        click.echo("Nothing cost as much as one per cent of the threads' time, and a second of it.")
+        click.echo(f"{NOTHING}.")
     click.echo(f"Wrote {out}")
     for worker, why in made.silent.items():
         click.echo(f"No answer from {worker}: {why}", err=True)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 WORTH = 0.01
 #: and the thread-seconds, so that a cluster that has hardly worked gets no advice
 WORTH_SECONDS = 0.1
+#: what is said where there is no finding
+NOTHING = "Nothing cost as much as one per cent of the threads' time, and a tenth of a second of it"
 #: a worker that takes so many times as long as the others is slow
 SLOW = 1.5
 #: a link is slow when it has less than this share of the median bandwidth of the others

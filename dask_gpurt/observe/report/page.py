@@ -15,7 +15,7 @@ from dask_gpurt.observe.render.html import Page
 from dask_gpurt.observe.render.text import bytes_said, seconds_said
 from dask_gpurt.observe.report import charts
 from dask_gpurt.observe.report.cost import by_class
-from dask_gpurt.observe.report.findings import advise
+from dask_gpurt.observe.report.findings import NOTHING, advise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -82,7 +82,7 @@ def _advice(out: Page, run: Run) -> None:
     out.heading("Advice")
     findings = advise(run)
     if not findings:
-        out.text("Nothing cost more than one per cent of the threads' time.", kind="good")
+        out.text(f"{NOTHING}.", kind="good")
         return
     out.drawing(
         charts.advice(

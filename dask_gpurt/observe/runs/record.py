@@ -18,7 +18,7 @@ from dask_gpurt.observe.collect.causes import BUSY, CAUSES
 from dask_gpurt.observe.collect.fetch_matrix import OTHERS, host_of
 from dask_gpurt.observe.report.cost import by_class
 from dask_gpurt.observe.report.facts import Fetches, Run, WorkerRun, grown
-from dask_gpurt.observe.report.findings import advise
+from dask_gpurt.observe.report.findings import NOTHING, advise
 from dask_gpurt.observe.report.tasks import Digest, Kind, Slowness, Task
 from dask_gpurt.observe.runs.live import COUNTERS, HELD, TOTALS
 
@@ -290,4 +290,4 @@ def verdict(first: Any, wanted: float) -> str:
         return f"{first.text} That is {first.share:.0%} of the threads' time."
     if wanted <= 0:
         return "No worker has reported what its threads did in it."
-    return "Nothing cost more than one per cent of the threads' time, and a tenth of a second of it."
+    return f"{NOTHING}."
