@@ -193,6 +193,18 @@ _FIELDS: dict[Kind, tuple[Any, ...]] = {
     Kind.END: (int, int, int),
     Kind.FORGOTTEN: (int, int),
 }
+#: what is read of the begin and of a task's restrictions: the type, and that of what is in it
+_ABOUT: dict[str, tuple[Any, Any]] = {
+    "versions": (dict, str),
+    "config": (dict, object),
+    "durations": (dict, _NUMBER),
+    "disk": (dict, _NUMBER),
+}
+_RESTRICTIONS: dict[str, tuple[Any, Any]] = {
+    "workers": (list, int),
+    "hosts": (list, str),
+    "resources": (dict, _NUMBER),
+}
 
 
 def _key(plain: str | list[Any]) -> Key:
@@ -203,6 +215,15 @@ def _all(values: list[Any], types: type | tuple[type, ...], name: str) -> list[A
     if not all(isinstance(value, types) for value in values):
         raise TypeError(f"{name} are {str(values)[:100]}")
     return values
+
+
+def _check(tree: dict[str, Any], known: dict[str, tuple[Any, Any]]) -> None:
+    for name, (types, inside) in known.items():
+        value = tree.get(name)
+        if value is not None:
+            if not isinstance(value, types):
+                raise TypeError(f"{name} is {str(value)[:100]}")
+            _all(list(value.values()) if isinstance(value, dict) else value, inside, name)
 
 
 class _Builder:
@@ -230,9 +251,12 @@ class _Builder:
             ) from e
 
     def _begin(self, seconds: float, about: dict[str, Any]) -> None:
+        _check(about, _ABOUT)
         self.trace.begin, self.trace.about = seconds, about
 
     def _worker(self, number: int, at: int, address: str, host: str, name: str, threads: int, limit: int) -> None:
+        if threads < 1:
+            raise ValueError("a worker has at least one thread")
         self.trace.workers[number] = TracedWorker(number, address, host, name, threads, limit, at / 1e6)
 
     def _worker_gone(self, number: int, at: int) -> None:
@@ -251,6 +275,7 @@ class _Builder:
         restrictions: dict[str, Any] | None,
     ) -> None:
         name = self._prefixes[prefix]
+        _check(restrictions or {}, _RESTRICTIONS)
         order, inputs = _all(priority, _NUMBER, "priorities"), _all(depends, int, "dependencies")
         task = TracedTask(number, _key(key), name, tuple(order), tuple(inputs), restrictions)
         self.trace.tasks[number] = task
