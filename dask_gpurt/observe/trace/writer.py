@@ -1,8 +1,9 @@
 """`Writer`: writes blocks from a thread of its own, so that the event loop waits for neither disk nor compression.
 
 The queue is bounded in records. When the disk is slower than the run for so long that it fills, blocks are dropped
-and counted: a recorder must neither slow down what it records nor take the scheduler's memory. The first error, such
-as a full disk, ends the recording and is kept as text. So does a file of `MAX_BYTES`.
+and counted, but for the names of workers and prefixes in them: a recorder must neither slow down what it records nor
+take the scheduler's memory. The first error, such as a full disk, ends the recording and is kept as text. So does a
+file of `MAX_BYTES`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import queue
 import threading
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.observe.trace.format import pack, write_header
+from dask_gpurt.observe.trace.format import Kind, pack, write_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 MAX_WAITING = 64
 #: bytes of a file, after which a recording ends: one that a setting began goes on for as long as the scheduler
 MAX_BYTES = 4 * 2**30
-
+#: records that give others their names
+_NAMES = (int(Kind.WORKER), int(Kind.PREFIX))
 
 #: names that are tried for a file until there must be room for no more
 MAX_FILES = 10_000
@@ -62,6 +64,8 @@ class Writer:
         self.records = 0
         self.lost = 0
         self.bytes = 0
+        #: of blocks that were dropped, to be written with the next one
+        self._names: list[list[Any]] = []
         #: why it ended early; None: it did not. The file is whole where it is full
         self.error: str | None = None
         self._full = False
@@ -80,12 +84,17 @@ class Writer:
         if self.error is not None:
             self.lost += len(records)
             return
+        records = [*self._names, *records]
         try:
             self._queue.put_nowait(records)
         except queue.Full:
-            self.lost += len(records)
+            # Without these nothing of what follows can be read; there are few, and each comes once.
+            names = [record for record in records if record[0] in _NAMES]
+            self.lost += len(records) - len(names)
+            self._names = names
         else:
             self.records += len(records)
+            self._names = []
 
     def close(self, last: Callable[[int, int], list[Any]]) -> None:
         """Write what waits, then the record that `last` makes of (records, lost), and close the file. Blocks."""
@@ -93,7 +102,8 @@ class Writer:
         self._thread.join()
         try:
             if self.error is None or self._full:
-                self._write([last(self.records, self.lost)])
+                self.records += len(self._names)
+                self._write([*self._names, last(self.records, self.lost)])
         except OSError as e:
             self.error = str(e)
         finally:

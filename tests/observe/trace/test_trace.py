@@ -262,11 +262,17 @@ def test_the_writer_drops_and_counts_when_the_disk_is_slower(tmp_path: Path, mon
     for _ in range(writer_module.MAX_WAITING + 5):
         w.put([[int(Kind.GRAPH), 0, "c", 0, []]])
     assert w.lost == 5
+    w.put([[int(Kind.WORKER), 0, 0, "tcp://a:1", "a", "a", 1, 10], [int(Kind.PREFIX), 0, "add"]])
+    assert w.lost == 5, "what names others is kept"
     gate.set()
+    while w._queue.qsize():
+        time.sleep(0.001)
+    w.put([[int(Kind.TASK), 0, "add-1", 0, [0], [], None], [int(Kind.WORKER_GONE), 0, 1]])
     w.close(lambda records, lost: [int(Kind.END), 1, records, lost])
     trace = Trace.load(tmp_path / "t")
     assert trace.lost_records == 5
     assert len(trace.graphs) == writer_module.MAX_WAITING
+    assert (trace.tasks[0].prefix, trace.workers[0].left_seconds) == ("add", 1e-6)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
