@@ -64,7 +64,7 @@ def without(table: pa.Table, names: Collection[str]) -> pa.Table:
     notes = table.schema.pandas_metadata
     if not notes:
         return table
-    notes["columns"] = [note for note in notes["columns"] if note["name"] not in names]
+    notes["columns"] = [note for note in notes["columns"] if note["field_name"] not in names]
     metadata = {**(table.schema.metadata or {}), b"pandas": json.dumps(notes).encode()}
     return table.replace_schema_metadata(metadata)
 

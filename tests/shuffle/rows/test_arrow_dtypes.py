@@ -127,3 +127,10 @@ def test_names_and_index(names):
     data = data.set_index(pd.Index(np.arange(N) * 2, name="i")).rename_axis(columns="c")
     got = general([arrow(data.iloc[:20]), arrow(data.iloc[20:])], data.iloc[:0])
     pd.testing.assert_frame_equal(got, data)
+
+
+def test_an_index_with_the_name_of_a_column():
+    data = pd.DataFrame({"money": column(*COLUMNS["money"], holes=True), "x": np.arange(N)})
+    data = data.set_index(pd.Index(np.arange(N) * 2, name="money"))
+    got = general([arrow(data.iloc[:20]), arrow(data.iloc[20:])], data.iloc[:0])
+    pd.testing.assert_frame_equal(got, data)
