@@ -406,8 +406,8 @@ def restored(
     if not names:
         return frame
     for at, name in enumerate(frame.columns):
-        if name in names:
-            values = _loaded(frame.iloc[:, at], name)
+        if str(name) in names:  # a join's columns may have other names than text, Arrow's have not
+            values = _loaded(frame.iloc[:, at], str(name))
             frame.isetitem(at, _as_meta(values, meta.dtypes.get(name), frame.index))
     if any(name in names for name in index_names):
         levels = [frame.index.get_level_values(i) for i in range(frame.index.nlevels)]

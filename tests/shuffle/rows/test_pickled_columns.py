@@ -196,6 +196,13 @@ def test_an_index_of_numbers_in_one_partition_and_of_text_in_another() -> None:
     check([first, second])
 
 
+def test_a_column_whose_name_is_a_number() -> None:
+    of_numbers = frame([1, "a", 2.5, None]).rename(columns={"o": 0, "x": 1})
+    of_dtype = of_numbers.astype({0: pd.CategoricalDtype(pd.Index([1, "a", 2.5], dtype=object))})
+    check([of_numbers, of_numbers])
+    assert all(out.dtypes[0] == of_dtype.dtypes[0] for out in check([of_dtype, of_dtype]))
+
+
 def test_categories_of_objects() -> None:
     dtype = pd.CategoricalDtype(pd.Index([1, "a"], dtype=object))
     frames = [pd.DataFrame({"p": [0, 1, 0, 1], "c": pd.Categorical([1, "a", None, 1], dtype=dtype)})] * 2
