@@ -12,16 +12,13 @@ pickled, so everything that Dask's P2P can do is done as it does it.
 Whether Arrow holds a column is found per input partition. One partition may have numbers and the next one words, or one
 may need pickle and the next one not. Where an output joins such tables, the column is pickled in all of them.
 
-What Arrow takes and makes something else of is pickled, too (`_changed`): text beside bytes becomes bytes, moments
-beside dates become dates, times of a day lose their zones, moments without a zone get that of others, and moments and
-spans lose their nanoseconds.
+What Arrow takes and makes something else of is pickled, too (`_changed`, `arrow_changes`).
 
 Values are pickled one by one, as rows of a column part. What refers to ``__main__`` goes by cloudpickle, as in Dask.
 """
 
 from __future__ import annotations
 
-import datetime
 import functools
 import json
 import pickle
@@ -30,6 +27,7 @@ from typing import TYPE_CHECKING
 import cloudpickle
 import numpy as np
 
+from dask_gpurt.shuffle.rows import arrow_changes
 from dask_gpurt.shuffle.rows.schema import PICKLED, pickled_in
 
 if TYPE_CHECKING:
@@ -192,17 +190,8 @@ def _refuses(values: pd.Series | pd.Index) -> bool:
 
 def _changed(data: pd.DataFrame, table: pa.Table, fixed: frozenset[str]) -> tuple[list[int], list[int]]:
     """As `_refused`, of columns that Arrow took, but of which it made something else than they hold."""
-    import pyarrow as pa
-
-    is_a, names = pa.types, index_names(table)
-    tests = (
-        (is_a.is_binary, _has_text),
-        (is_a.is_date, _has_moments),
-        (is_a.is_time, _has_zones),
-        (is_a.is_timestamp, _has_moments_that_change),
-        (is_a.is_duration, _has_nanoseconds),
-    )
-    ways = {field.name: test for field in table.schema for of_type, test in tests if of_type(field.type)}
+    names = index_names(table)
+    ways = {field.name: test for field in table.schema if (test := arrow_changes.changes_in(field.type)) is not None}
     unread = unreadable(table.schema)
 
     def changed(values: pd.Series | pd.Index, name: str) -> bool:
@@ -215,46 +204,6 @@ def _changed(data: pd.DataFrame, table: pa.Table, fixed: frozenset[str]) -> tupl
     ]
     levels = [i for i, name in enumerate(names) if changed(data.index.get_level_values(i), name)]
     return odd, levels
-
-
-def _has_text(values: pd.Series | pd.Index) -> bool:
-    import pandas as pd
-
-    if pd.api.types.infer_dtype(values, skipna=True) == "bytes":
-        return False
-    return any(isinstance(value, str) for value in values)
-
-
-def _has_moments(values: pd.Series | pd.Index) -> bool:
-    """Whether there are times of a day beside dates: Arrow makes dates of them where a date comes first."""
-    import pandas as pd
-
-    kinds = set(map(type, values)) - {type(pd.NaT)}
-    return any(issubclass(kind, datetime.datetime) for kind in kinds)
-
-
-def _has_zones(values: pd.Series | pd.Index) -> bool:
-    """Whether times of a day have zones, which Arrow's have not."""
-    return any(getattr(value, "tzinfo", None) is not None for value in values)
-
-
-def _has_moments_that_change(values: pd.Series | pd.Index) -> bool:
-    """Whether Arrow changes some moments: it gives all a zone or none, and `_has_nanoseconds`."""
-    import pandas as pd
-
-    moments = (value for value in values if isinstance(value, datetime.datetime) and value is not pd.NaT)
-    return len({moment.tzinfo is None for moment in moments}) > 1 or _has_nanoseconds(values)
-
-
-def _has_nanoseconds(values: pd.Series | pd.Index) -> bool:
-    """Whether some moments or spans of pandas' have nanoseconds: Arrow's of objects have microseconds."""
-    import pandas as pd
-
-    return any(
-        (isinstance(value, pd.Timestamp) and value.nanosecond)
-        or (isinstance(value, pd.Timedelta) and value.nanoseconds)
-        for value in values
-    )
 
 
 def index_names(table: pa.Table) -> list[str]:

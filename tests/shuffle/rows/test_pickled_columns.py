@@ -81,6 +81,7 @@ CHANGED: dict[str, list[Any]] = {
     "some with a zone": [MOMENT.replace(tzinfo=datetime.UTC), MOMENT, None, MOMENT],
     "moments with nanoseconds": [pd.Timestamp(1), None, pd.NaT, pd.Timestamp(1001, tz="UTC")],
     "spans with nanoseconds": [pd.Timedelta(1), None, pd.NaT, pd.Timedelta(1001)],
+    "large integers": [2**60 + 1, None, 3, -(2**63)],
 }
 
 
@@ -150,6 +151,11 @@ def test_large_integers_beside_nulls_stay_where_another_partition_has_text(dtype
     for some in (frames, frames[::-1]):
         out = pd.concat(shuffled(some, frames[0].iloc[:0]))["o"]
         assert [value for value in out if type(value) is int] == [2**62 + 1, 3]
+
+
+def test_large_integers_stay_where_another_partition_has_nulls_or_floats() -> None:
+    check([frame([2**60 + 1, 2, 3, 4]), frame([None] * 4)])
+    check([frame([2**60 + 1, 2, 3, 4]), frame([1.5, 2.5, 3.5, 4.5])])
 
 
 def test_columns_of_one_arrow_type_are_not_pickled() -> None:
