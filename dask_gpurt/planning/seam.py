@@ -215,6 +215,11 @@ def put(held: Holder) -> Tables:
         from dask.dataframe.dask_expr._expr import Expr
     except ImportError as e:
         raise SeamMismatch(f"Dask {dask.__version__} has no expressions that are looked up by name: {e}") from e
+    import pandas as pd
+
+    if int(pd.__version__.partition(".")[0]) < 3:
+        # Two collections have one empty frame, and a user who changes it in place changes both.
+        raise SeamMismatch(f"pandas {pd.__version__} does not copy on write, as pandas 3 does")
     annotation = str(SingletonExpr.__annotations__.get("_instances"))
     if "WeakValueDictionary" not in annotation or not issubclass(Expr, SingletonExpr):
         raise SeamMismatch(

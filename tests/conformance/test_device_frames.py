@@ -15,6 +15,7 @@ pytest.importorskip("rmm")
 from dask_gpurt.backends.frames import load, provider_of, reason_for_stock, refused, to_cast
 from tests.backends.host_frames import HostFrame, HostFrames
 from tests.backends.lazy_memory import LazyMemory
+from tests.pandas_3 import needs_pandas_3
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -238,6 +239,7 @@ class DataFrame:
         self.index = index or Index()
 
 
+@needs_pandas_3
 def test_what_is_refused_is_known_from_the_meta() -> None:
     good = {"a": np.dtype("f4"), "b": np.dtype("M8[us]"), "c": np.dtype("O"), "d": np.dtype("?")}
     assert refused(DataFrame(good), "_partitions") == ""
@@ -273,6 +275,7 @@ def test_why_stock_shuffles() -> None:
     assert provider_of(DataFrame) == "dask_gpurt.backends.cudf_frames:CudfFrames"
 
 
+@needs_pandas_3
 def test_what_goes_into_a_dtype() -> None:
     meta = pd.DataFrame({"a": np.array([], "f8"), "s": pd.Series([], dtype="str"), "p": np.array([], "i8")})
     data = meta.astype({"a": "i4", "s": "string[pyarrow]", "p": "f8"})

@@ -74,6 +74,16 @@ def test_the_same_plans_and_answers(kept: held.HeldExpressions, files: Path) -> 
     assert kept.failed is None
 
 
+def test_planning_is_dasks_where_pandas_does_not_copy_on_write(
+    kept: held.HeldExpressions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = kinds_of_tables()
+    monkeypatch.setattr(pd, "__version__", "2.3.3")
+    assert not kept.install()
+    assert "pandas 2.3.3 does not copy on write" in str(kept.failed)
+    assert kinds_of_tables() == before
+
+
 def test_the_second_time_hardly_anything_is_made(kept: held.HeldExpressions, files: Path) -> None:
     kept.install()
     plans(files)

@@ -20,6 +20,7 @@ from dask_gpurt.tiers.device.setup import DeviceMemory
 from tests.backends import host_frames
 from tests.backends.host_frames import HostFrame
 from tests.backends.lazy_memory import LazyMemory
+from tests.pandas_3 import needs_pandas_3
 from tests.shuffle.helpers import source
 from tests.shuffle.test_device_frames import host, same_rows_of
 from tests.shuffle.test_device_ways import report, statistics
@@ -66,6 +67,7 @@ def device(dask_worker: Any) -> dict[str, Any]:
     return found
 
 
+@needs_pandas_3
 def test_a_shuffle_of_three_times_the_device_memory() -> None:
     """Rows make room for tasks and values, as values do for rows; what does not fit the host goes on to disk."""
     ucx = importlib.util.find_spec("ucxx") is not None  # rows for others lie on the device, too, and come there

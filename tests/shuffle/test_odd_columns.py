@@ -123,7 +123,8 @@ def test_stock_beside_ours(names: list[str]) -> None:
                     assert [worker_statistics(w)["values_pickled"] for w in workers] == before
                 else:
                     want = pd.concat([frames(i) for i in range(5)])
-                    assert sorted(map(repr, typed(pd.concat(ours)))) == sorted(map(repr, typed(want))), name
+                    rows = [row for out in ours for row in typed(out)]  # pandas 2 joins nothing but NA and None to NaN
+                    assert sorted(map(repr, rows)) == sorted(map(repr, typed(want))), name
                     for out in ours:
                         assert list(out.dtypes[["k", "x"]]) == list(want.dtypes[["k", "x"]])
             stats = takeover.statistics()

@@ -9,6 +9,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
+from tests.pandas_3 import needs_pandas_3
 from tests.shuffle.rows.test_pickled_columns import check, shuffled
 
 BIG = 2**62 + 1
@@ -41,6 +42,7 @@ def test_an_index_is_as_it_was(name: str, beside: bool) -> None:
 TEXT = ("str", "string[python]", "string[pyarrow]")
 
 
+@needs_pandas_3
 @pytest.mark.parametrize("several", [False, True], ids=["index", "levels"])
 @pytest.mark.parametrize(("kind", "other"), list(itertools.permutations(TEXT, 2)))
 def test_text_of_an_index_beside_text_of_another_kind(kind: str, other: str, several: bool) -> None:

@@ -19,6 +19,7 @@ from dask_gpurt.shuffle.rows.assemble import Assembler
 from dask_gpurt.shuffle.rows.partition import OutputLayout, split
 from dask_gpurt.shuffle.rows.received_chunk import ReceivedChunk
 from dask_gpurt.shuffle.rows.schema import known_schema
+from tests.pandas_3 import needs_pandas_3
 from tests.shuffle.helpers import mixed
 
 STAMP = ["M8[s]", "M8[ms]", "M8[us]", "M8[ns]", "m8[s]", "m8[ns]"]
@@ -161,6 +162,7 @@ def equal(got, want) -> None:
         assert type(got[part].index) is type(want[part].index)
 
 
+@needs_pandas_3
 @given(cases)
 @settings(max_examples=30, deadline=None)
 def test_same_as_general(case):
@@ -176,6 +178,7 @@ def test_same_as_general(case):
         equal(shuffled(frames, drop, "wire"), want)
 
 
+@needs_pandas_3
 @given(cases)
 @settings(max_examples=30, deadline=None)
 def test_same_schema_as_arrow_makes(case):
@@ -190,6 +193,7 @@ def test_same_schema_as_arrow_makes(case):
     got.table.validate(full=True)
 
 
+@needs_pandas_3
 def test_a_large_output_gives_its_pieces_back_as_it_is_built():
     frames = [frame(i, 40, ["i8", "f8", "full", "bool"], "range", "plain").assign(p=0) for i in range(6)]
     chunks = [
@@ -212,6 +216,7 @@ def test_a_large_output_gives_its_pieces_back_as_it_is_built():
     pd.testing.assert_frame_equal(got, pd.concat(frames).drop(columns="p"), check_index_type=False)
 
 
+@needs_pandas_3
 def test_what_is_not_plain_takes_the_general_way():
     df = mixed(0)
     plain = [name for name in df if gather.plan(df[[name]], None, {}) is not None]
@@ -305,6 +310,7 @@ def test_what_is_missing_is_a_null_to_arrow_dtypes(plain, other):
     equal(shuffled(mixed_frames, True, "memory"), want)
 
 
+@needs_pandas_3
 def test_plain_frames_are_made_without_arrow():
     """Doubles above all: to numpy, None equals their dtype."""
 
@@ -321,6 +327,7 @@ def test_plain_frames_are_made_without_arrow():
         assembling.general = before
 
 
+@needs_pandas_3
 def test_columns_apart_are_those_of_the_table_or_not_used():
     df = frame(0, 40, ["i8", "full"], "range", "plain").assign(p=0)
     ((_, shard),) = split(df, "p", True, 0, OutputLayout({0: "a"}))
@@ -334,6 +341,7 @@ def test_columns_apart_are_those_of_the_table_or_not_used():
     assert dataclasses.replace(shard, table=pieces).arrays is None
 
 
+@needs_pandas_3
 @pytest.mark.parametrize("public", [False, True])
 def test_columns_of_a_frame(monkeypatch, public):
     df = mixed(0).assign(extra=1.5)
@@ -347,6 +355,7 @@ def test_columns_of_a_frame(monkeypatch, public):
     assert gather.plan(df[["k", "f8", "ns", "td", "text"]], None, {}) is not None
 
 
+@needs_pandas_3
 def test_views_of_text_are_let_go():
     df = frame(0, 40, ["full", "full"], "range", "plain")
     plan = gather.plan(df, "p", {})

@@ -12,6 +12,7 @@ from dask_gpurt.model import Chunk
 from dask_gpurt.shuffle.rows.assemble import Assembler
 from dask_gpurt.shuffle.rows.partition import OutputLayout, split
 from dask_gpurt.shuffle.rows.received_chunk import ReceivedChunk
+from tests.pandas_3 import needs_pandas_3
 from tests.shuffle.helpers import mixed
 
 
@@ -96,6 +97,7 @@ def test_two_schemas_that_differ_in_pandas_notes_only_stay_apart():
     assert [str(t.table().to_pandas()["x"].dtype) for _, t in got] == ["int64", "int64[pyarrow]"]
 
 
+@needs_pandas_3
 def test_assembled_frames_do_not_hold_received_memory():
     c = chunk((3, 1, 2), n=20000, columns=["k", "f8", "text", "text2", "arrow", "I8"])
     meta = mixed(0, 2)[["k", "f8", "text", "text2", "arrow", "I8"]].iloc[:0]
