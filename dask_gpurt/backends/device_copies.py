@@ -40,7 +40,9 @@ def handle_of(stream: Any) -> int:
 
 def extent_of(interface: dict[str, Any]) -> tuple[int, int]:
     """(address, bytes) of an array, by its ``__cuda_array_interface__``."""
-    nbytes = math.prod(map(int, interface["shape"])) * int(str(interface["typestr"])[2:])
+    import numpy
+
+    nbytes = math.prod(map(int, interface["shape"])) * numpy.dtype(interface["typestr"]).itemsize
     return int(interface["data"][0] or 0), nbytes
 
 

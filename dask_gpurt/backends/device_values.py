@@ -112,6 +112,8 @@ class CudaBackend:
             return [(0, [pickle.dumps((_TORCH, header, None), 5), frame])]
         from distributed.protocol import serialize
 
+        if library in ("cupy", "numba"):
+            _require_dtype(value)
         header, given = serialize(value, serializers=("cuda",), on_error="raise")
         frames = [_frame(f) for f in given]
         on_device = [isinstance(f, DeviceBytes) for f in frames]
@@ -170,3 +172,12 @@ def _is_plain(value: Any) -> bool:
 def _frame(frame: Any) -> Any:
     interface = getattr(frame, "__cuda_array_interface__", None)
     return frame if interface is None else DeviceBytes(*extent_of(interface), frame)
+
+
+def _require_dtype(value: Any) -> None:
+    """TypeError for a dtype with more to it than the interface says, which is all that the "cuda" family keeps."""
+    import numpy
+
+    typestr = value.__cuda_array_interface__["typestr"]
+    if numpy.dtype(typestr) != value.dtype:
+        raise TypeError(f"an array of {value.dtype} would come back as one of {typestr}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -199,6 +200,34 @@ def test_the_fence_waits_for_all_streams(driver: HostDriver) -> None:
     backend.prepare()
     backend.fence()
     assert [read(m.buffer) for m in made] == [{1}, {2}]
+
+
+def backend_of(driver: HostDriver) -> CudaBackend:
+    allocator = DeviceAllocator(lambda nbytes: False, 1 << 24, pool=host_memory, device=next(_DEVICES))
+    allocator.install()
+    return CudaBackend(allocator)
+
+
+def array_of_numba(data: np.ndarray[Any, Any]) -> Any:
+    """Numba's own array, over ordinary memory."""
+    arrays = pytest.importorskip("numba.cuda.cudadrv.devicearray", reason="numba-cuda is not installed")
+
+    address = ctypes.c_void_p(data.ctypes.data)
+    memory = SimpleNamespace(size=data.nbytes, device_ctypes_pointer=address, is_managed=False)
+    out = arrays.DeviceNDArray(data.shape, data.strides, data.dtype, gpu_data=memory)
+    out.data = data
+    return out
+
+
+def test_a_dtype_that_the_frames_do_not_tell_stays_on_the_device(driver: HostDriver) -> None:
+    backend = backend_of(driver)
+    times = array_of_numba(np.arange(N).astype("M8[ns]"))
+    assert backend.blocks(times) == [(times.data.ctypes.data, 8 * N)]
+    assert len(backend.encode(times)) == 1
+    with pytest.raises(TypeError, match=r"would come back as one of \|V12"):
+        backend.encode(array_of_numba(np.zeros(N, [("a", "i8"), ("b", "f4")])))
+    words = array_of_numba(np.full(N, "abc"))
+    assert backend.blocks(words) == [(words.data.ctypes.data, 12 * N)]
 
 
 def test_cupy_allocates_through_rmm_and_gets_its_own_back() -> None:

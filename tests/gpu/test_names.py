@@ -118,7 +118,7 @@ METHODS: dict[str, tuple[str, ...]] = {
 #: what classes of the libraries have, too, but is used here of others: strings, dictionaries, our own objects
 SHARED = names_of("""
     __array_interface__ __cuda_array_interface__ __module__ __mro__ __name__ add append buffer cast codes copy count
-    decode discard get head info intersection is_unique isdigit items join keys kind lower name
+    decode discard get head info intersection is_unique isdigit items itemsize join keys kind lower name
     names nbytes nlevels partition pid pop read reason replace resource shape sort split stack startswith state
     strip sum tail to_host to_numpy total update used values view where
 """)
