@@ -27,7 +27,7 @@ from dask_gpurt.backends.device_copies import DeviceBytes, begin_to_host, leavin
 from dask_gpurt.backends.frames import is_number
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
 #: names of cuDF that are private, and are used here: (module, class, name)
 PRIVATE = (
@@ -56,12 +56,13 @@ def is_frame(value: Any) -> bool:
     return isinstance(value, (cudf.DataFrame, cudf.Series))
 
 
-def blocks(value: Any) -> list[tuple[Hashable, int]]:
+def blocks(value: Any) -> list[tuple[int, int]]:
     """The allocations that a frame holds, each with its bytes. No kernel runs."""
-    found: dict[Hashable, int] = {}
+    found: dict[int, int] = {}
     for column in _columns(value):
         for span in _spans(column):
-            found[span.ptr] = max(int(span.size), found.get(span.ptr, 0))
+            at = int(span.ptr)
+            found[at] = max(int(span.size), found.get(at, 0))
     return list(found.items())
 
 

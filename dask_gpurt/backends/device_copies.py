@@ -82,13 +82,13 @@ class DeviceBytes:
     """Contiguous bytes on the device as a frame; see `dask_gpurt.tiers.device.backend.DeviceFrame`."""
 
     def __init__(self, pointer: int, nbytes: int, owner: Any) -> None:
-        self._pointer = pointer
+        self.pointer = pointer
         self.nbytes = nbytes
         self._owner = owner
 
     def copy_to(self, targets: Sequence[memoryview]) -> None:
         """Begin to fill `targets`."""
-        begin_to_host(self._pointer, targets, leaving())
+        begin_to_host(self.pointer, targets, leaving())
 
     def finish(self) -> None:
         """Wait for the copies."""

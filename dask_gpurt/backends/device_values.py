@@ -6,7 +6,8 @@ refused (`owns`). Importing this module loads no vendor library.
 
 Frees are ordered after the last use by waiting for the whole device (`CudaBackend.fence`) before a value is dropped:
 the streams that libraries used are not known to us, and an event on the wrong one orders nothing. It is paid once per
-round of spilling, which then copies megabytes.
+round of spilling, which then copies megabytes. Once more for a value that its library has to copy first, as one whose
+rows do not lie one after the other: that copy is begun after the wait, on a stream of the library.
 
 torch, Numba and CuPy have allocators of their own. Unless they are set up to use RMM, their memory is neither limited
 nor counted there, and that a value of theirs leaves makes no room for others (`CudaBackend.outside`).
@@ -24,7 +25,7 @@ from dask_gpurt.backends.cuda import checked
 from dask_gpurt.backends.device_copies import DeviceBytes, extent_of, leaving, to_device
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Sequence
 
     from dask_gpurt.backends.rmm_stack import DeviceAllocator
 
@@ -70,8 +71,8 @@ class CudaBackend:
             return cudf_values.is_frame(value)
         return hasattr(type(value), "__cuda_array_interface__")
 
-    def blocks(self, value: Any) -> Sequence[tuple[Hashable, int]]:
-        """The allocations that a value holds."""
+    def blocks(self, value: Any) -> Sequence[tuple[int, int]]:
+        """The allocations that a value holds: address and bytes of each."""
         library = library_of(value)
         if library == "cudf":
             return cudf_values.blocks(value)
@@ -109,6 +110,7 @@ class CudaBackend:
             dense = value.contiguous()
             header = (str(dense.dtype).partition(".")[2], tuple(dense.shape))
             frame = DeviceBytes(dense.data_ptr(), dense.numel() * dense.element_size(), dense)
+            self._wait_for_copies(value, [frame])
             return [(0, [pickle.dumps((_TORCH, header, None), 5), frame])]
         from distributed.protocol import serialize
 
@@ -116,8 +118,19 @@ class CudaBackend:
             _require_dtype(value)
         header, given = serialize(value, serializers=("cuda",), on_error="raise")
         frames = [_frame(f) for f in given]
+        self._wait_for_copies(value, frames)
         on_device = [isinstance(f, DeviceBytes) for f in frames]
         return [(0, [pickle.dumps((_FAMILY, header, on_device), 5), *frames])]
+
+    def _wait_for_copies(self, value: Any, frames: Sequence[Any]) -> None:
+        """Wait for the kernels that copied a value for these frames, which came after the caller's `fence`."""
+        held = [(at, at + nbytes) for at, nbytes in self.blocks(value)]
+        for frame in frames:
+            if not isinstance(frame, DeviceBytes) or not frame.nbytes:
+                continue
+            if not any(begin <= frame.pointer and frame.pointer + frame.nbytes <= end for begin, end in held):
+                self.fence()
+                return
 
     def decode(self, frames: list[memoryview]) -> Any:
         """A value on the device again, from its frames."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -217,6 +218,94 @@ def array_of_numba(data: np.ndarray[Any, Any]) -> Any:
     out = arrays.DeviceNDArray(data.shape, data.strides, data.dtype, gpu_data=memory)
     out.data = data
     return out
+
+
+def copied(frames: Any) -> list[bytes]:
+    """Frames as their copies on the host have them."""
+    out = []
+    for frame in frames:
+        target = bytearray(frame.nbytes)
+        frame.copy_to([memoryview(target)])
+        frame.finish()
+        out.append(bytes(target))
+    return out
+
+
+def test_what_a_library_copies_for_its_frames_is_waited_for(
+    driver: HostDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Columns of an array do not lie together: the copy is a kernel on a stream that nobody else waits for."""
+    data = np.arange(N, dtype="i8")
+    every_other = array_of_numba(data[::2])
+    copy = array_of_numba(np.zeros(N // 2, "i8"))
+
+    def copy_to_device(source: Any) -> None:
+        assert source is every_other
+        driver.later(0, lambda: copy.data.__setitem__(slice(None), data[::2]))
+
+    monkeypatch.setattr(copy, "copy_to_device", copy_to_device, raising=False)
+    monkeypatch.setattr(sys.modules["numba.cuda"], "device_array", lambda shape, dtype: copy)
+    backend = backend_of(driver)
+    assert backend.owns(every_other)
+    backend.fence()  # as `DeviceSpace`, before it makes values leave
+    ((_, (_, frame)),) = backend.encode(every_other)
+    assert copied([frame]) == [data[::2].tobytes()]
+
+    driver.calls.clear()
+    ((_, (_, frame)),) = backend.encode(array_of_numba(data))
+    assert copied([frame]) == [data.tobytes()]
+    assert "cudaDeviceSynchronize" not in driver.calls  # nothing was copied before
+
+
+class Tensor:
+    """What `CudaBackend` asks of torch's, over ordinary memory."""
+
+    is_cuda, requires_grad, is_quantized, layout, dtype = True, False, False, "strided", "torch.uint8"
+    device = SimpleNamespace(index=0)
+
+    def __init__(self, data: np.ndarray[Any, Any], then: Tensor | None = None, marked: Tensor | None = None) -> None:
+        self.data, self.shape, self._then, self._marked = data, data.shape, then, marked
+
+    def resolve_conj(self) -> Tensor:
+        return self._marked or self
+
+    def resolve_neg(self) -> Tensor:
+        return self
+
+    def contiguous(self) -> Tensor:
+        return self._then or self
+
+    def data_ptr(self) -> int:
+        return self.data.ctypes.data
+
+    def numel(self) -> int:
+        return self.data.size
+
+    def element_size(self) -> int:
+        return self.data.itemsize
+
+    def untyped_storage(self) -> Any:
+        return SimpleNamespace(data_ptr=lambda: self.data_ptr(), nbytes=lambda: self.data.nbytes)
+
+
+Tensor.__module__ = "torch"
+
+
+@pytest.fixture
+def torch(monkeypatch: pytest.MonkeyPatch) -> Any:
+    fake = SimpleNamespace(Tensor=Tensor, strided="strided")
+    monkeypatch.setitem(sys.modules, "torch", fake)
+    return fake
+
+
+@pytest.mark.parametrize("by", ["then"])
+def test_a_tensor_is_made_dense_before_it_is_copied(driver: HostDriver, torch: Any, by: str) -> None:
+    """By kernels on a stream of torch. Conjugation is a mark beside the memory, which `contiguous` keeps."""
+    dense = Tensor(np.zeros(N, "u1"))
+    value = Tensor(np.zeros(N, "u1"), **{by: dense})
+    driver.later(3, lambda: ctypes.memset(dense.data_ptr(), 7, N) and None)
+    ((_, (_, frame)),) = backend_of(driver).encode(value)
+    assert copied([frame]) == [b"\7" * N]
 
 
 def test_a_dtype_that_the_frames_do_not_tell_stays_on_the_device(driver: HostDriver) -> None:
