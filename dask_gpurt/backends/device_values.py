@@ -51,6 +51,7 @@ class CudaBackend:
 
     def __init__(self, allocator: DeviceAllocator) -> None:
         self._allocator = allocator
+        self._device = allocator.device
         #: frames that went by their library's own serialization, as `cudf_values` does not know all about them
         self.refused = 0
         self.allocated_bytes = allocator.allocated_bytes
@@ -61,15 +62,17 @@ class CudaBackend:
         cudf_values.packing_room()
 
     def owns(self, value: Any) -> bool:
-        """Whether a value lies on the device and can be moved."""
+        """Whether a value lies on the device, and comes back to it as it was."""
         library = library_of(value)
         if library not in _LIBRARIES:
             return False
         if library == "torch":
-            return _is_plain(value)
+            return _is_plain_tensor(value) and value.device.index == self._device
         if library == "cudf":
             return cudf_values.is_frame(value)
-        return hasattr(type(value), "__cuda_array_interface__")
+        if not hasattr(type(value), "__cuda_array_interface__"):
+            return False
+        return library != "cupy" or value.data.device_id == self._device
 
     def blocks(self, value: Any) -> Sequence[tuple[int, int]]:
         """The allocations that a value holds: address and bytes of each."""
@@ -107,7 +110,8 @@ class CudaBackend:
             except cudf_values.Refused:
                 self.refused += 1  # below is cuDF's own way, which may allocate
         if library == "torch":
-            dense = value.contiguous()
+            # Both are marks beside the memory, which `contiguous` keeps.
+            dense = value.resolve_conj().resolve_neg().contiguous()
             header = (str(dense.dtype).partition(".")[2], tuple(dense.shape))
             frame = DeviceBytes(dense.data_ptr(), dense.numel() * dense.element_size(), dense)
             self._wait_for_copies(value, [frame])
@@ -172,19 +176,22 @@ class CudaBackend:
         checked(runtime.cudaDeviceSynchronize())
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether a torch value is a tensor on a device that its shape, its dtype and its bytes say all about."""
-    torch = sys.modules["torch"]
-    # A subclass, as a parameter is, would come back as a tensor. A conjugate that nobody computed yet is a mark on the
-    # bytes of another tensor.
-    if type(value) is not torch.Tensor or not value.is_cuda or value.layout is not torch.strided:
-        return False
-    return not (value.requires_grad or value.is_conj() or value.is_neg())
-
-
 def _frame(frame: Any) -> Any:
     interface = getattr(frame, "__cuda_array_interface__", None)
     return frame if interface is None else DeviceBytes(*extent_of(interface), frame)
+
+
+def _is_plain_tensor(value: Any) -> bool:
+    """Whether something of torch is a tensor in device memory that its dtype, shape and bytes say all of."""
+    torch = sys.modules["torch"]
+    # Subclasses, as of parameters of a model, have more to them; sparse and quantized ones have no bytes of their own.
+    return (
+        type(value) is torch.Tensor
+        and value.is_cuda
+        and not value.requires_grad
+        and value.layout is torch.strided
+        and not value.is_quantized
+    )
 
 
 def _require_dtype(value: Any) -> None:

@@ -135,7 +135,7 @@ class DeviceAllocator:
         self._pool = pool
         self._cupy = cupy
         self._free_bytes = free_bytes
-        self._device = device
+        self.device = device
         self._before: DeviceMemoryResource | None = None
         self._undo_cupy: Callable[[], None] = _nothing
         #: ours so far, the one in use last: what was allocated from an earlier one still counts
@@ -157,7 +157,7 @@ class DeviceAllocator:
         """
         import rmm.mr
 
-        self._before = rmm.mr.get_per_device_resource(self._device)
+        self._before = rmm.mr.get_per_device_resource(self.device)
         bare = type(self._before) is rmm.mr.CudaMemoryResource
         self._over(self._pool() if bare and self._pool is not None else self._before)
         if self._cupy:
@@ -168,7 +168,7 @@ class DeviceAllocator:
 
         limits = [int(r.get_allocation_limit()) for r in chain(base) if hasattr(r, "get_allocation_limit")]
         self.stacks.append(stack_over(base, min([self._limit_bytes, *limits]), self._callback))
-        rmm.mr.set_per_device_resource(self._device, self.stack.resource)
+        rmm.mr.set_per_device_resource(self.device, self.stack.resource)
 
     def look(self) -> bool:
         """Whether our stack is still what libraries allocate from; where it is not, stack over what is there now.
@@ -178,7 +178,7 @@ class DeviceAllocator:
         import rmm.mr
 
         with self._lock:
-            now = rmm.mr.get_per_device_resource(self._device)
+            now = rmm.mr.get_per_device_resource(self.device)
             ours = self.stack.resource
             if self._closed or now is ours or any(r is ours for r in chain(now)):
                 return True
@@ -215,9 +215,9 @@ class DeviceAllocator:
         with self._lock:
             self._closed = True
             self._undo_cupy()
-            if self.stacks and rmm.mr.get_per_device_resource(self._device) is self.stack.resource:
+            if self.stacks and rmm.mr.get_per_device_resource(self.device) is self.stack.resource:
                 back = self._before if len(self.stacks) == 1 else self.stack.limiting.get_upstream()
-                rmm.mr.set_per_device_resource(self._device, back)
+                rmm.mr.set_per_device_resource(self.device, back)
 
 
 def _nothing() -> None:

@@ -298,7 +298,7 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> Any:
     return fake
 
 
-@pytest.mark.parametrize("by", ["then"])
+@pytest.mark.parametrize("by", ["then", "marked"])
 def test_a_tensor_is_made_dense_before_it_is_copied(driver: HostDriver, torch: Any, by: str) -> None:
     """By kernels on a stream of torch. Conjugation is a mark beside the memory, which `contiguous` keeps."""
     dense = Tensor(np.zeros(N, "u1"))
@@ -306,6 +306,37 @@ def test_a_tensor_is_made_dense_before_it_is_copied(driver: HostDriver, torch: A
     driver.later(3, lambda: ctypes.memset(dense.data_ptr(), 7, N) and None)
     ((_, (_, frame)),) = backend_of(driver).encode(value)
     assert copied([frame]) == [b"\7" * N]
+
+
+def test_tensors_with_more_to_them_than_bytes_stay_what_they_are(driver: HostDriver, torch: Any) -> None:
+    class Parameter(Tensor):
+        """One of a model."""
+
+    Parameter.__module__ = "torch.nn.parameter"
+    allocator = DeviceAllocator(lambda nbytes: False, 1 << 24, pool=None, device=0)
+    backend = CudaBackend(allocator)
+
+    def one(kind: type[Tensor] = Tensor, **attributes: Any) -> Tensor:
+        out = kind(np.zeros(N, "u1"))
+        out.__dict__.update(attributes)
+        return out
+
+    assert backend.owns(one())
+    assert not backend.owns(one(Parameter))
+    assert not backend.owns(one(layout="sparse_coo"))
+    assert not backend.owns(one(is_quantized=True))
+    assert not backend.owns(one(is_cuda=False))
+    assert not backend.owns(one(device=SimpleNamespace(index=1)))  # it would come back on another device
+
+
+def test_an_array_of_another_device_of_this_process_is_left_there(driver: HostDriver) -> None:
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed; ci/gpu/dry.sh makes an environment with it")
+    data = np.arange(N)
+    backend = CudaBackend(DeviceAllocator(lambda nbytes: False, 1 << 24, pool=None, device=0))
+    for device in (0, 1):
+        memory = cupy.cuda.UnownedMemory(data.ctypes.data, data.nbytes, data, device_id=device)
+        array = cupy.ndarray(data.shape, data.dtype, memptr=cupy.cuda.MemoryPointer(memory, 0))
+        assert backend.owns(array) == (device == 0)
 
 
 def test_a_dtype_that_the_frames_do_not_tell_stays_on_the_device(driver: HostDriver) -> None:

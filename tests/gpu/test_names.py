@@ -95,6 +95,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "tobytes": ("rmm.DeviceBuffer", f"{_UCXX}.UCXAddress"),
     # CuPy
     "mem": ("cupy.cuda.MemoryPointer",),
+    "device_id": ("cupy.cuda.MemoryPointer",),
     # UCX
     "UCXAddress": (_UCXX,),
     "UCXEndpoint": (_UCXX,),
@@ -118,7 +119,7 @@ METHODS: dict[str, tuple[str, ...]] = {
 #: what classes of the libraries have, too, but is used here of others: strings, dictionaries, our own objects
 SHARED = names_of("""
     __array_interface__ __cuda_array_interface__ __module__ __mro__ __name__ add append buffer cast codes copy count
-    decode discard get head info intersection is_unique isdigit items itemsize join keys kind lower name
+    decode device discard get head info intersection is_unique isdigit items itemsize join keys kind lower name
     names nbytes nlevels partition pid pop read reason replace resource shape sort split stack startswith state
     strip sum tail to_host to_numpy total update used values view where
 """)
@@ -128,9 +129,9 @@ OF_A_DRIVER = names_of("""
 """)
 #: of a Worker; of what UCX and RMM give as plain tuples or data classes; of torch, which brings no stub here
 OF_OTHERS = names_of("""
-    allows_duplicate_labels annotate contiguous current_bytes data_ptr element_size from_address
-    length matched memory_limit memory_manager memory_spill_fraction memory_target_fraction
-    numel peak_bytes requires_grad untyped_storage
+    allows_duplicate_labels annotate contiguous current_bytes data_ptr element_size from_address is_cuda
+    is_quantized layout length matched memory_limit memory_manager memory_spill_fraction memory_target_fraction
+    numel peak_bytes requires_grad resolve_conj resolve_neg strided untyped_storage
 """)
 #: looked at for names that escape
 CLASSES = (

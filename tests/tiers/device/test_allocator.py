@@ -91,7 +91,7 @@ def device_memory(
     backend.callback = callback
     memory = DeviceMemory.over(backend, backend.allocator, callback, HostSlabs(), 1 << 20, conflict)
     memory.space.below.append(DiskTier(str(tmp_path / "disk")))
-    return memory, backend, backend.allocator._device
+    return memory, backend, backend.allocator.device
 
 
 def test_a_resource_set_after_ours_is_stacked_over_and_counted(

@@ -51,7 +51,7 @@ def open_on_host_memory(worker: Any, settings: Any, host_bytes: int | None, term
     backend = HostRmmBackend(LIMIT)
     backend.callback = callback
     BACKENDS.append(backend)
-    device = backend.allocator._device
+    device = backend.allocator.device
     return DeviceMemory.over(
         *(backend, backend.allocator, callback, HostSlabs(), 64 << 20),
         lambda: coexistence.conflict(worker, device),
@@ -446,7 +446,7 @@ def right_split(split: dict[int, Value], i: int) -> bool:
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], config=CONFIG)
 async def test_every_heartbeat_looks_whether_the_resource_is_still_ours(c: Client, s: Scheduler, a: Worker) -> None:
     runtime, backend = await install(a)
-    device = backend.allocator._device
+    device = backend.allocator.device
     rmm.mr.set_per_device_resource(device, host_memory())
     assert runtime.heartbeat()["device_bytes"] == 0
     assert runtime.statistics()["device"]["resource_replaced"] == 1
