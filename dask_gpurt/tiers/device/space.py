@@ -258,13 +258,14 @@ class DeviceSpace:
     def _leave_until(self, nbytes: int, *, for_allocation: bool, held: bool = True) -> int:
         free: list[Box] = []
         rest: list[Box] = []
+        chosen = next(self._serial)
         for box in self._victims():
             (free if box.clean else rest).append(box)
-        left = self._leave_of(free, nbytes, for_allocation)
+        left = self._leave_of(free, nbytes, for_allocation, chosen)
         if held and left < nbytes:
             left += self._leave_held(nbytes - left, for_allocation)
         if left < nbytes:
-            left += self._leave_of(rest, nbytes - left, for_allocation)
+            left += self._leave_of(rest, nbytes - left, for_allocation, chosen)
         return left
 
     def _leave_held(self, nbytes: int, for_allocation: bool) -> int:
@@ -281,7 +282,7 @@ class DeviceSpace:
             self.copies.failed(e)
         return left
 
-    def _leave_of(self, boxes: Sequence[Box], nbytes: int, for_allocation: bool) -> int:
+    def _leave_of(self, boxes: Sequence[Box], nbytes: int, for_allocation: bool, chosen: int) -> int:
         left = 0
         fenced = False
         for box in boxes:
@@ -292,9 +293,9 @@ class DeviceSpace:
             try:
                 if box.state is not BoxState.DEVICE or box.pins:
                     continue
-                if not fenced:
+                if not fenced or box.last_use > chosen:
                     # Once per call: what is freed below was last used by work that was begun before now. Later
-                    # work needs a pin, and pinned boxes are not taken.
+                    # work needs a pin. A task that had one meanwhile may have left work behind: once more for it.
                     self.backend.fence()
                     fenced = True
                 kept, room = self._leave(box)

@@ -59,6 +59,34 @@ class Rig:
         self.space.validate()
 
 
+def test_what_a_task_left_behind_while_others_left_is_waited_for(tmp_path: Path) -> None:
+    """It had a value between the choice of victims and its turn, and its kernels still write."""
+    size = 100 * KB
+    rig = Rig(tmp_path, 8 * size)
+    first, second = rig.fill(2, size)
+    behind: list[Any] = []
+
+    def fence() -> None:
+        while behind:
+            behind.pop()()
+
+    def used(value: Any) -> None:
+        if value is first.value:
+            changed = second.value
+            second.pins += 1
+            assert rig.space.touch(second)
+            second.lent = True
+            behind.append(lambda: ctypes.memset(changed.buffer.ptr, 7, size))
+            second.pins -= 1
+
+    rig.backend.fence = fence  # type: ignore[method-assign]
+    rig.space.backend.fence = fence  # type: ignore[method-assign]
+    rig.backend.on_encode = used
+    assert rig.space.spill(2 * size) == 2 * size
+    assert set(second.get().array()) == {7}
+    rig.check([first], size)
+
+
 @pytest.mark.parametrize("times", [2, 4])
 def test_more_than_the_limit_leaves_and_comes_back(times: int, tmp_path: Path) -> None:
     n, size = 8 * times, 100 * KB
