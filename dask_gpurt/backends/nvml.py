@@ -175,7 +175,11 @@ def gpus() -> tuple[tuple[Gpu, ...], str]:
 
 def _gpu(pynvml: Any, handle: Any) -> Gpu:
     model = _text(pynvml.nvmlDeviceGetName(handle))  # of an instance it ends in "MIG 1g.10gb"
-    return Gpu(vendor="NVIDIA", model=model, memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total))
+    try:
+        memory_bytes = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+    except pynvml.NVMLError_NotSupported:  # a system on a chip has no memory of the device's own
+        memory_bytes = 0
+    return Gpu(vendor="NVIDIA", model=model, memory_bytes=memory_bytes)
 
 
 def _load(pynvml: Any, ask: Callable[..., Any]) -> Load:

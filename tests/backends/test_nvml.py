@@ -16,9 +16,13 @@ class NVMLError(Exception):
     pass
 
 
+class NotSupported(NVMLError):
+    pass
+
+
 def library(instances: dict[int, list[str]], fails: str = "") -> Any:
     """A ``pynvml`` of two GPUs; `instances` of those that are divided. One function can fail."""
-    lib: Any = types.SimpleNamespace(NVMLError=NVMLError, shut=0)
+    lib: Any = types.SimpleNamespace(NVMLError=NVMLError, NVMLError_NotSupported=NotSupported, shut=0)
 
     def shutdown() -> None:
         lib.shut += 1
@@ -71,6 +75,18 @@ def test_a_divided_gpu_is_its_instances(monkeypatch: pytest.MonkeyPatch) -> None
     found, _ = nvml.gpus()
     assert [gpu.model for gpu in found] == [A100.model, mig, mig]
     assert found[1].memory_bytes == 10 * 2**30
+
+
+def test_a_system_on_a_chip_is_a_gpu_without_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    lib = library({})
+
+    def memory(handle: Any) -> Any:
+        raise NotSupported
+
+    lib.nvmlDeviceGetMemoryInfo = memory
+    monkeypatch.setitem(sys.modules, "pynvml", lib)
+    chip = Gpu(vendor="NVIDIA", model=A100.model, memory_bytes=0)
+    assert nvml.gpus() == ((chip, chip), "580.1")
 
 
 @pytest.mark.parametrize("fails", ["nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetMemoryInfo"])
