@@ -16,6 +16,9 @@ import functools
 import os
 from typing import Any
 
+#: in CUDA_VISIBLE_DEVICES: no device from here on
+HIDE = ("-1", "NoDevFiles")
+
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
@@ -57,7 +60,7 @@ def has_context() -> bool:
 def possible() -> bool:
     """Whether this process could use a CUDA device at all, by what the driver has put into /dev. Loads nothing."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if hidden is not None and hidden.strip() in ("", "-1", "NoDevFiles"):
+    if hidden is not None and hidden.strip() in ("", *HIDE):
         return False
     return any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/nvgpu", "/dev/nvhost-gpu", "/dev/dxg"))
 

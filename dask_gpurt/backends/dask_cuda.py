@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import os
 import sys
 from typing import TYPE_CHECKING, Any
 
 from dask.utils import parse_bytes
 
-from dask_gpurt.backends import nvml
+from dask_gpurt.backends import cuda, nvml
 from dask_gpurt.backends.rmm_stack import chain
 from dask_gpurt.errors import InstallError
 
@@ -198,7 +199,10 @@ def visible_gpus() -> tuple[list[str], str]:
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is None or not snapshot.devices:
         return [str(d.index) for d in snapshot.devices], snapshot.reason or "NVML finds no device"
-    return [word.strip() for word in named.split(",") if word.strip()], f"CUDA_VISIBLE_DEVICES is {named!r}"
+    words = [word.strip() for word in named.split(",") if word.strip()]
+    # CUDA leaves out what comes after a device that is not there, by which some hide all.
+    there = itertools.takewhile(lambda word: word not in cuda.HIDE, words)
+    return list(there), f"CUDA_VISIBLE_DEVICES is {named!r}"
 
 
 def local_cuda_cluster() -> type[LocalCluster]:

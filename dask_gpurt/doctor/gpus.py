@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import itertools
 import json
 import re
 import threading
@@ -102,11 +103,11 @@ def is_wanted(environ: Mapping[str, str]) -> bool:
 
 
 def visible(environ: Mapping[str, str], snapshot: Snapshot) -> list[Device]:
-    """The devices that CUDA_VISIBLE_DEVICES leaves, in its order; all without it."""
+    """The devices that CUDA_VISIBLE_DEVICES leaves, in its order, up to one that is not there; all without it."""
     setting = environ.get("CUDA_VISIBLE_DEVICES")
     if setting is None:
         return list(snapshot.devices)
-    found = (named(word, snapshot) for word in setting.split(","))
+    found = itertools.takewhile(lambda d: d is not None, (named(word, snapshot) for word in setting.split(",")))
     return [d for d in found if d is not None]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dask_gpurt.backends import nvml
+from dask_gpurt.backends import dask_cuda, nvml
 from dask_gpurt.model.node_class import Gpu
 
 
@@ -98,3 +98,14 @@ def test_an_error_is_no_gpu(fails: str, monkeypatch: pytest.MonkeyPatch) -> None
 def test_no_library_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert nvml.gpus() == ((), "")
+
+
+@pytest.mark.parametrize(
+    ("setting", "there"), [("1,0", ["1", "0"]), ("-1", []), ("NoDevFiles", []), ("1,-1,0", ["1"]), (" 0 ,", ["0"])]
+)
+def test_gpus_that_the_environment_hides_are_not_seen(
+    setting: str, there: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvml, "look", lambda: nvml.Snapshot(devices=(nvml.Device(0, "a", "b", "c"),)))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
+    assert dask_cuda.visible_gpus() == (there, f"CUDA_VISIBLE_DEVICES is {setting!r}")

@@ -16,7 +16,7 @@ from dask_gpurt.backends.nvml import Device, Load, Snapshot
 from dask_gpurt.cli import gpurt
 from dask_gpurt.doctor import gpu, numa
 from dask_gpurt.doctor.finding import State
-from dask_gpurt.doctor.gpus import Recorded, write
+from dask_gpurt.doctor.gpus import Recorded, visible, write
 
 from .trees import Gpus, Tree, alone, node, told
 
@@ -160,6 +160,12 @@ def test_only_visible_gpus_count(tmp_path: Path) -> None:
     tree = numa_tree(tmp_path, "4096")
     about = node(tree, gpu=gpus(FIRST, SECOND), environ={"CUDA_VISIBLE_DEVICES": "1"})
     assert not told(numa.CHECK, about, State.FAIL)
+
+
+def test_what_is_named_after_a_gpu_that_is_not_there_is_hidden() -> None:
+    snapshot = Snapshot(devices=(FIRST, SECOND))
+    for setting, there in (("1,0", [SECOND, FIRST]), ("1,-1,0", [SECOND]), ("7,0", []), ("-1", [])):
+        assert visible({"CUDA_VISIBLE_DEVICES": setting}, snapshot) == there
 
 
 def test_strangers_and_a_full_device(tmp_path: Path) -> None:
