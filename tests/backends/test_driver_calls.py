@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -25,17 +24,6 @@ from tests.backends.host_driver import FREE, TOTAL, HostDriver
 from tests.tiers.device.host_rmm import _DEVICES, host_memory
 
 N = 5000
-
-
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
-    cached = (cuda.probe, device_copies.leaving, device_copies._pinned_pool, cudf_values.packing_room)
-    for function in cached:
-        function.cache_clear()
-    yield HostDriver().install(monkeypatch)
-    gc.collect()
-    for function in cached:
-        function.cache_clear()
 
 
 class Made:
@@ -255,78 +243,6 @@ def test_what_a_library_copies_for_its_frames_is_waited_for(
     ((_, (_, frame)),) = backend.encode(array_of_numba(data))
     assert copied([frame]) == [data.tobytes()]
     assert "cudaDeviceSynchronize" not in driver.calls  # nothing was copied before
-
-
-class Tensor:
-    """What `CudaBackend` asks of torch's, over ordinary memory."""
-
-    is_cuda, requires_grad, is_quantized, layout, dtype = True, False, False, "strided", "torch.uint8"
-    device = SimpleNamespace(index=0)
-
-    def __init__(self, data: np.ndarray[Any, Any], then: Tensor | None = None, marked: Tensor | None = None) -> None:
-        self.data, self.shape, self._then, self._marked = data, data.shape, then, marked
-
-    def resolve_conj(self) -> Tensor:
-        return self._marked or self
-
-    def resolve_neg(self) -> Tensor:
-        return self
-
-    def contiguous(self) -> Tensor:
-        return self._then or self
-
-    def data_ptr(self) -> int:
-        return self.data.ctypes.data
-
-    def numel(self) -> int:
-        return self.data.size
-
-    def element_size(self) -> int:
-        return self.data.itemsize
-
-    def untyped_storage(self) -> Any:
-        return SimpleNamespace(data_ptr=lambda: self.data_ptr(), nbytes=lambda: self.data.nbytes)
-
-
-Tensor.__module__ = "torch"
-
-
-@pytest.fixture
-def torch(monkeypatch: pytest.MonkeyPatch) -> Any:
-    fake = SimpleNamespace(Tensor=Tensor, strided="strided")
-    monkeypatch.setitem(sys.modules, "torch", fake)
-    return fake
-
-
-@pytest.mark.parametrize("by", ["then", "marked"])
-def test_a_tensor_is_made_dense_before_it_is_copied(driver: HostDriver, torch: Any, by: str) -> None:
-    """By kernels on a stream of torch. Conjugation is a mark beside the memory, which `contiguous` keeps."""
-    dense = Tensor(np.zeros(N, "u1"))
-    value = Tensor(np.zeros(N, "u1"), **{by: dense})
-    driver.later(3, lambda: ctypes.memset(dense.data_ptr(), 7, N) and None)
-    ((_, (_, frame)),) = backend_of(driver).encode(value)
-    assert copied([frame]) == [b"\7" * N]
-
-
-def test_tensors_with_more_to_them_than_bytes_stay_what_they_are(driver: HostDriver, torch: Any) -> None:
-    class Parameter(Tensor):
-        """One of a model."""
-
-    Parameter.__module__ = "torch.nn.parameter"
-    allocator = DeviceAllocator(lambda nbytes: False, 1 << 24, pool=None, device=0)
-    backend = CudaBackend(allocator)
-
-    def one(kind: type[Tensor] = Tensor, **attributes: Any) -> Tensor:
-        out = kind(np.zeros(N, "u1"))
-        out.__dict__.update(attributes)
-        return out
-
-    assert backend.owns(one())
-    assert not backend.owns(one(Parameter))
-    assert not backend.owns(one(layout="sparse_coo"))
-    assert not backend.owns(one(is_quantized=True))
-    assert not backend.owns(one(is_cuda=False))
-    assert not backend.owns(one(device=SimpleNamespace(index=1)))  # it would come back on another device
 
 
 def test_an_array_of_another_device_of_this_process_is_left_there(driver: HostDriver) -> None:
