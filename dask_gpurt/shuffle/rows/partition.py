@@ -293,9 +293,12 @@ def _prepared(table: pa.Table) -> pa.Table:
     gather across pieces joins them, and 2 GiB of text overflow 32 bits. Categoricals come with indices as narrow as
     their own partition allows; the union of all partitions' categories may need more (dask/distributed#8489).
     """
+    import pandas as pd
     import pyarrow as pa
 
     wide = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}
+    if pd.__version__.startswith(("2.0.", "2.1.")):
+        del wide[pa.string()]  # these make no column of text with 64-bit offsets
     for i, field in enumerate(table.schema):
         column, kind = table.column(i), field.type
         if pa.types.is_dictionary(kind) and kind.index_type != pa.int32():
