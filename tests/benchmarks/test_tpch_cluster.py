@@ -213,8 +213,14 @@ def test_meters_count_spilled_keys(cluster: ProcessCluster) -> None:
     spilled = traffic.keys_spilled
     assert spilled > 150e6
     assert 300e6 < traffic.peak < 1.2 * LIMIT
-    meters.start()
-    assert meters.stop().peak < traffic.peak, "the peak of what came before"
+    del kept
+    for _ in range(200):  # workers free the values, by which no memory is at its peak any more
+        meters.start()
+        if meters.stop().peak < traffic.peak - 100e6:
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail("the peak is that of what came before")
     assert spilled == pytest.approx(round(spilled / 150e6) * 150e6, rel=0.01)
 
 
