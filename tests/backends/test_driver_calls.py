@@ -222,7 +222,7 @@ def copied(frames: Any) -> list[bytes]:
 def test_what_a_library_copies_for_its_frames_is_waited_for(
     driver: HostDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Columns of an array do not lie together: the copy is a kernel on a stream that nobody else waits for."""
+    """Columns of an array do not lie together: the copy is a kernel on a stream of its own, which only we wait for."""
     data = np.arange(N, dtype="i8")
     every_other = array_of_numba(data[::2])
     copy = array_of_numba(np.zeros(N // 2, "i8"))

@@ -215,9 +215,9 @@ async def test_alarm_only_says_so(c: Any, s: Any, *workers: Any) -> None:
         wrong(quarantine, workers[0], workers[1:])
         quarantine.look()
         quarantine.look()
-        told = quarantine.statistics()
-        assert [(one["worker"], one["cause"]) for one in told["suspects"]] == [(workers[0].address, "corruption")]
-        assert told["counts"]["alarms"] == 1
+        stats = quarantine.statistics()
+        assert [(one["worker"], one["cause"]) for one in stats["suspects"]] == [(workers[0].address, "corruption")]
+        assert stats["counts"]["alarms"] == 1
         assert len(s.running) == 3
 
 
@@ -242,10 +242,10 @@ async def test_one_for_which_there_was_no_room_is_held_once_there_is(c: Any, s: 
         assert list(quarantine.statistics()["held"]) == [workers[0].address]
         quarantine.release([workers[0].address])
         quarantine.look()
-        told = quarantine.statistics()
-        assert list(told["held"]) == [workers[1].address]
-        assert told["suspects"] == []
-        assert told["counts"] == {"suspects": 2, "alarms": 1, "held": 2, "released": 1, "let_go": 0}
+        stats = quarantine.statistics()
+        assert list(stats["held"]) == [workers[1].address]
+        assert stats["suspects"] == []
+        assert stats["counts"] == {"suspects": 2, "alarms": 1, "held": 2, "released": 1, "let_go": 0}
 
 
 @gen_cluster(client=True, nthreads=THREE, config=NO_AMM)
@@ -332,10 +332,10 @@ async def test_one_held_by_hand_does_not_come_back_by_a_restart(c: Any, s: Any, 
         await a.instantiate()
         await until(lambda: len(s.running) == 2)
         quarantine.look()
-        told = quarantine.statistics()["held"]
+        stats = quarantine.statistics()["held"]
         assert list(told) == [a.worker_address]
-        assert told[a.worker_address]["worker"] == a.worker_address
-        assert told[a.worker_address]["remedy"] == f"dask gpurt release ADDRESS {a.name}"
+        assert stats[a.worker_address]["worker"] == a.worker_address
+        assert stats[a.worker_address]["remedy"] == f"dask gpurt release ADDRESS {a.name}"
         assert quarantine.release([a.worker_address])
         quarantine.look()
         assert quarantine.statistics()["held"] == {}

@@ -308,7 +308,7 @@ class Runs:
             heard(startstops)
 
     def forget(self) -> None:
-        """Nobody listens for the end of tasks that are forgotten: a query that was cancelled leaves nothing here."""
+        """Drop the listeners of tasks that the scheduler has forgotten, such as those of a cancelled query."""
         for key in [key for key in self._listeners if key not in self._scheduler.tasks]:
             del self._listeners[key]
 

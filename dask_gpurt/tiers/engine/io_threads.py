@@ -57,7 +57,7 @@ class _Pool(ThreadPoolExecutor):
         try:
             super()._adjust_thread_count()
         except RuntimeError as e:
-            # It is among them already. Nobody would do its work, and nobody can wait for its end.
+            # The pool has it among its threads already. It does no work, and cannot be joined.
             self._threads = {t for t in self._threads if t.is_alive()}
             if not self._threads:
                 raise _NoThread from e
@@ -194,7 +194,7 @@ class IoThreads:
         self._writers.begin(function, *args).add_done_callback(hand_over)
 
     async def run(self, function: Callable[[*_Ts], _T], *args: *_Ts) -> _T:
-        """Run a function in a reader thread. It is under way until it ends, also when nobody waits for it any more."""
+        """Run a function in a reader thread. It counts as under way until it ends, also after a cancellation."""
         future = self._readers.begin(function, *args)
         self._begin()
         try:
