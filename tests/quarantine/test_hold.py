@@ -332,10 +332,10 @@ async def test_one_held_by_hand_does_not_come_back_by_a_restart(c: Any, s: Any, 
         await a.instantiate()
         await until(lambda: len(s.running) == 2)
         quarantine.look()
-        stats = quarantine.statistics()["held"]
-        assert list(told) == [a.worker_address]
-        assert stats[a.worker_address]["worker"] == a.worker_address
-        assert stats[a.worker_address]["remedy"] == f"dask gpurt release ADDRESS {a.name}"
+        held = quarantine.statistics()["held"]
+        assert list(held) == [a.worker_address]
+        assert held[a.worker_address]["worker"] == a.worker_address
+        assert held[a.worker_address]["remedy"] == f"dask gpurt release ADDRESS {a.name}"
         assert quarantine.release([a.worker_address])
         quarantine.look()
         assert quarantine.statistics()["held"] == {}
