@@ -29,7 +29,7 @@ from dask_gpurt.shuffle.scheduler import rebalance
 from tests.stress.works import LAG, WORKS, Work, check, make
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Coroutine, Iterator
 
 EVENTS = (
     *(("close",), ("kill",), ("remove",), ("drop",), ("retire",), ("pause",), ("add",), ("cancel", "kill")),
@@ -256,10 +256,22 @@ async def _play(seed: int, planned: Plan, stock: bool) -> dict[str, Any]:
             at_its_moment(kind, trigger.moment(r), 2 * r.random(), r.choice([0, 0, 0.005, 0.03, 0.2]))
             for kind in planned.events
         ]
-        await asyncio.gather(*events, *(run(work, r.choice([0, 0, 0.05, 0.3])) for work in works))
+        await _together([*events, *(run(work, r.choice([0, 0, 0.05, 0.3])) for work in works)])
         if r.random() < 0.4:
             await run(works[0], 0)
         return {} if extension is None else await _checked(s, extension, cluster.workers)
+
+
+async def _together(parts: list[Coroutine[Any, Any, None]]) -> None:
+    """Run them at once; when one fails, the others come to their end before the cluster closes.
+
+    A worker that starts while its scheduler closes never ends (stock Dask too): its `close` waits for itself.
+    """
+    tasks = [asyncio.ensure_future(part) for part in parts]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        await asyncio.wait(tasks, timeout=20)
 
 
 async def _checked(s: Scheduler, extension: GpurtScheduler, workers: list[Worker]) -> dict[str, Any]:
