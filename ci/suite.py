@@ -1,15 +1,15 @@
-"""Run all tests but the slow ones, in two halves side by side: `python ci/suite.py`, from the root of the checkout.
+"""Run all tests but the slow ones, in three parts side by side: `python ci/suite.py`, from the root of the checkout.
 
-One pytest keeps one processor busy, for the most part with processes that start. One half is the folders of
-three engines, the other is everything else; they take about as long. Each half has a cache and a log of its own, in
-`.pytest_cache/`. The output of the first half is printed while it runs, that of the second after it. The last lines
-name each test that failed. Exit code: 0 if both halves passed, 1 if not, 128 + the signal if it was stopped.
+One pytest keeps a processor busy for half of its time, for the most part with processes that start, and waits in the
+other half; so there are three for two processors. The parts take about as long. Each has a cache and a log of its own,
+in `.pytest_cache/`. The output of the first part is printed while it runs, that of the others after it. The last lines
+name each test that failed. Exit code: 0 if all parts passed, 1 if not, 128 + the signal if it was stopped.
 
 No process stays behind. One whose parent ended becomes a child of this process (a "subreaper"), so that none is out of
 reach, whichever session it is in. What is still there in the end is killed.
 
 Rejected: pytest-xdist, which starts more processes than two cores carry, or splits files whose tests share a cluster.
-Rejected: halves by the mark `cluster`. Those tests take three times as long as all others.
+Rejected: parts by the mark `cluster`. Those tests take three times as long as all others.
 """
 
 from __future__ import annotations
@@ -29,17 +29,22 @@ import psutil
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-ENGINES = tuple(f"tests/{engine}" for engine in ("shuffle", "tiers", "observe"))
+ENGINES = ("shuffle", "tiers")
+CLUSTERS = ("cluster", "observe", "preflight", "quarantine")
 #: name -> arguments for pytest; each test belongs to exactly one
-HALVES = {"engines": ENGINES, "others": tuple(f"--ignore={folder}" for folder in ENGINES)}
+PARTS = {
+    "engines": tuple(f"tests/{folder}" for folder in ENGINES),
+    "clusters": tuple(f"tests/{folder}" for folder in CLUSTERS),
+    "others": tuple(f"--ignore=tests/{folder}" for folder in (*ENGINES, *CLUSTERS)),
+}
 LOGS = Path(".pytest_cache")
-#: seconds that a half gets to end its clusters after an interruption
+#: seconds that a part gets to end its clusters after an interruption
 GRACE_SECONDS = 20.0
 _PR_SET_CHILD_SUBREAPER = 36
 _SUMMARY = "short test summary info"
 
 
-class Half:
+class Part:
     """One pytest with its log."""
 
     def __init__(self, name: str, arguments: Sequence[str]) -> None:
@@ -70,7 +75,7 @@ class Half:
         return found
 
 
-def reap(halves: list[Half]) -> None:
+def reap(parts: list[Part]) -> None:
     """Take the exit codes of all that ended; orphans as well, or they would look alive to the test that ended them."""
     while True:
         try:
@@ -79,9 +84,9 @@ def reap(halves: list[Half]) -> None:
             return
         if pid == 0:
             return
-        for half in halves:
-            if half.process.pid == pid:
-                half.process.returncode = os.waitstatus_to_exitcode(status)
+        for part in parts:
+            if part.process.pid == pid:
+                part.process.returncode = os.waitstatus_to_exitcode(status)
 
 
 def kill_all() -> None:
@@ -94,15 +99,15 @@ def kill_all() -> None:
         time.sleep(0.01)
 
 
-def wait(halves: list[Half], seconds: float = float("inf")) -> None:
+def wait(parts: list[Part], seconds: float = float("inf")) -> None:
     """Until all have ended, printing one after the other."""
     deadline = time.monotonic() + seconds
-    for half in halves:
-        while half.process.returncode is None and time.monotonic() < deadline:
-            half.print_more()
+    for part in parts:
+        while part.process.returncode is None and time.monotonic() < deadline:
+            part.print_more()
             time.sleep(0.05)
-            reap(halves)
-        half.print_more()
+            reap(parts)
+        part.print_more()
 
 
 def main() -> int:
@@ -117,23 +122,23 @@ def main() -> int:
     on_signals(stop)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     LOGS.mkdir(exist_ok=True)
-    halves: list[Half] = []
+    parts: list[Part] = []
     try:
-        for name, arguments in HALVES.items():
-            halves.append(Half(name, arguments))
-        wait(halves)
+        for name, arguments in PARTS.items():
+            parts.append(Part(name, arguments))
+        wait(parts)
     except KeyboardInterrupt as e:
-        for half in halves:
-            if half.process.returncode is None:
-                os.kill(half.process.pid, signal.SIGINT)  # pytest ends its fixtures
-        wait(halves, GRACE_SECONDS)
+        for part in parts:
+            if part.process.returncode is None:
+                os.kill(part.process.pid, signal.SIGINT)  # pytest ends its fixtures
+        wait(parts, GRACE_SECONDS)
         return 128 + int(e.args[0])
     finally:
         on_signals(signal.SIG_IGN)
         kill_all()
-    lines = [line for half in halves for line in half.failures()]
+    lines = [line for part in parts for line in part.failures()]
     print("", *lines, sep="\n", flush=True)
-    return 1 if any(half.process.returncode for half in halves) else 0
+    return 1 if any(part.process.returncode for part in parts) else 0
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 #
 #   bash ci/test.sh [arguments for pytest]        e.g.  bash ci/test.sh tests/tiers -k disk
 #
-# Without arguments: all tests but the slow ones (ci/slow.sh), in two halves side by side (ci/suite.py). With arguments:
+# Without arguments: all tests but the slow ones (ci/slow.sh), in three parts side by side (ci/suite.py). With arguments:
 # one pytest with them.
 # Needs Linux, Python >= 3.11 and no GPU. Tests of GPU code are skipped without one, and fail with GPURT_REQUIRE_GPU=1.
 set -euo pipefail

@@ -14,7 +14,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SUITE = ROOT / "ci" / "suite.py"
-ENGINES = ("shuffle", "tiers", "observe")
+#: those that the command names
+NAMED = ("shuffle", "tiers", "cluster", "observe", "preflight", "quarantine")
 
 #: of the folder with that name
 _TESTS = """
@@ -41,7 +42,7 @@ def test_lasts():
 def start(directory: Path, sources: dict[str, str]) -> subprocess.Popen[str]:
     """`ci/suite.py` on a checkout of its own; `sources`: folder of tests -> what is in its file."""
     (directory / "setup.cfg").write_text("[tool:pytest]\naddopts = -ra\ntestpaths = tests\n")
-    for name in ENGINES:
+    for name in NAMED:
         (directory / "tests" / name).mkdir(parents=True)
     for name, source in sources.items():
         (directory / "tests" / name).mkdir(exist_ok=True)
@@ -52,13 +53,13 @@ def start(directory: Path, sources: dict[str, str]) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("fails", ["", "planning"])
 def test_each_test_is_run_once_and_one_that_fails_is_named(tmp_path: Path, fails: str) -> None:
-    folders = (*ENGINES, "planning", "docs", "placement")
+    folders = (*NAMED, "planning", "docs", "placement")
     process = start(
         tmp_path, {name: _TESTS.replace("FOLDER", name).replace("FINE", str(name != fails)) for name in folders}
     )
     printed = process.communicate(timeout=120)[0]
     assert sorted((tmp_path / "ran").read_text().split()) == sorted(folders)
-    assert 0 < printed.index("tests/shuffle/test_shuffle.py") < printed.index("3 passed") < printed.index("--ignore")
+    assert 0 < printed.index("tests/shuffle/test_shuffle.py") < printed.index("2 passed") < printed.index("--ignore")
     if not fails:
         assert (process.returncode, "FAILED" in printed) == (0, False)
     else:
@@ -69,12 +70,13 @@ def test_each_test_is_run_once_and_one_that_fails_is_named(tmp_path: Path, fails
         )
 
 
-def test_a_half_that_dies_is_a_failure(tmp_path: Path) -> None:
+def test_a_part_that_dies_is_a_failure(tmp_path: Path) -> None:
     process = start(tmp_path, {"docs": "import os\ndef test_x():\n    os.kill(os.getpid(), 9)\n"})
     printed = process.communicate(timeout=120)[0].splitlines()
     assert process.returncode == 1
-    # The other half has no test here: an error as well, or a selection that finds nothing would pass.
-    assert printed[-2] == "ERROR .pytest_cache/engines.log - pytest ended with exit code 5"
+    # The other parts have no test here: an error as well, or a selection that finds nothing would pass.
+    assert printed[-3] == "ERROR .pytest_cache/engines.log - pytest ended with exit code 5"
+    assert printed[-2] == "ERROR .pytest_cache/clusters.log - pytest ended with exit code 5"
     assert printed[-1] == "ERROR .pytest_cache/others.log - pytest ended with signal 9"
 
 
