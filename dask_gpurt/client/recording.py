@@ -132,6 +132,8 @@ class record:
             raise TraceError("the scheduler was restarted in the meantime; what it had recorded is gone with it")
         source, size = self.summary.pop("path"), self.summary["bytes"]
         partial = f"{self.path}.part-{os.getpid()}"
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(partial)  # of a process of that number that was killed: in containers they are all alike
         try:
             for offset in range(0, size, PIECE_BYTES):
                 piece = await ask_scheduler(client, _piece, timeout=self._timeout, path=source, offset=offset)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import os
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +12,7 @@ import numpy as np
 from distributed import Event
 from distributed.utils_test import gen_cluster
 
+from dask_gpurt.client import recording
 from dask_gpurt.observe.trace import writer as writer_module
 from dask_gpurt.observe.trace.reader import Trace
 from dask_gpurt.observe.trace.recorder import EARLIER, TraceRecorder
@@ -171,3 +174,21 @@ async def test_a_task_that_is_retried_has_not_failed(c: Any, s: Any, a: Any, tmp
         "second": (None, 1),
     }
     assert "2 tasks, 2 finished, 0 failed" in summary(trace)
+
+
+def test_what_a_killed_process_has_fetched_is_in_no_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In containers all processes may have one number."""
+    source = tmp_path / "scheduler" / "run.trace"
+    source.parent.mkdir()
+    source.write_bytes(b"whole")
+    (tmp_path / f"t.part-{os.getpid()}").write_bytes(b"half of another")
+
+    async def ask(client: Any, function: Any, *, timeout: float, **kwargs: Any) -> Any:
+        if function is recording._end:
+            return {"path": str(source), "bytes": 5}
+        answer = function(SimpleNamespace(plugins={}), **kwargs)
+        return await answer if inspect.isawaitable(answer) else answer
+
+    monkeypatch.setattr(recording, "ask_scheduler", ask)
+    asyncio.run(recording.record(None, tmp_path / "t")._end(SimpleNamespace()))  # type: ignore[arg-type]
+    assert (tmp_path / "t").read_bytes() == b"whole"
