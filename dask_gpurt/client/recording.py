@@ -157,7 +157,10 @@ def _begin(dask_scheduler: Scheduler, name: str, client: str) -> str | None:
 
     plugin = dask_scheduler.plugins.get(NAME)
     ours = plugin if isinstance(plugin, GpurtScheduler) else None
-    folder = tempfile.mkdtemp(prefix="trace-", dir=dask_scheduler.local_directory)
+    try:
+        folder = tempfile.mkdtemp(prefix="trace-", dir=dask_scheduler.local_directory)
+    except OSError as e:  # raised at the client, it would look like a lost connection
+        return str(e)
     recorder = TraceRecorder(
         os.path.join(folder, "run.trace"), name=name, client=client, decision=None if ours is None else ours.decision
     )

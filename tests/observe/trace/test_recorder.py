@@ -176,6 +176,12 @@ async def test_a_task_that_is_retried_has_not_failed(c: Any, s: Any, a: Any, tmp
     assert "2 tasks, 2 finished, 0 failed" in summary(trace)
 
 
+def test_a_scheduler_without_its_folder_says_so(tmp_path: Path) -> None:
+    """An error that it raised would be taken for a lost connection."""
+    scheduler: Any = SimpleNamespace(plugins={}, local_directory=str(tmp_path / "gone"))
+    assert "gone" in str(recording._begin(scheduler, "trace", "client"))
+
+
 def test_what_a_killed_process_has_fetched_is_in_no_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In containers all processes may have one number."""
     source = tmp_path / "scheduler" / "run.trace"
