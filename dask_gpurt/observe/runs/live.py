@@ -126,7 +126,7 @@ class LiveRun:
     def add(self, keys: dict[Hashable, None]) -> None:
         """A graph more that asks for `keys`."""
         self.graphs += 1
-        self.asked += len(keys)
+        self.asked += len(keys.keys() - self.pending.keys())  # else what is asked for twice would have to be, too
         self.pending.update(keys)
 
     def reopen(self, now: float) -> None:

@@ -318,6 +318,16 @@ def test_one_released_future_does_not_cancel_a_run() -> None:
     assert c.outcomes() == [(1, "finished", 1)]
 
 
+def test_what_is_asked_for_twice_is_cancelled_once() -> None:
+    c = Cluster()
+    c.submit("x-1")
+    c.submit("x-1", "x-2")
+    c.tasks.clear()
+    c.beat(5.0)
+    c.beat(5.0)
+    assert c.outcomes() == [(1, "cancelled", 2)]
+
+
 def test_a_million_released_futures_do_not_block_the_event_loop() -> None:
     """What is looked at in one heartbeat is bounded, also when all has been released at once."""
     c = Cluster()
