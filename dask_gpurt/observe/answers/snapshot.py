@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dask_gpurt.observe.figures.figure import LARGEST, RANGE, Total
 from dask_gpurt.observe.figures.table import WORKER
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 def _of(total: Total) -> re.Pattern[str]:
@@ -120,33 +118,34 @@ class Snapshot:
         """
         return {
             name: max(values) if _LARGEST.fullmatch(name) else sum(values)
-            for name, values in self._by_name().items()
+            for name, values in self._by_name.items()
             if not _RANGE.fullmatch(name)
         }
 
     def ranges(self) -> dict[str, tuple[float, float]]:
         """Smallest and largest over all workers of shares, rates and settings, by dotted name."""
-        return {name: (min(values), max(values)) for name, values in self._by_name().items() if _RANGE.fullmatch(name)}
+        return {name: (min(values), max(values)) for name, values in self._by_name.items() if _RANGE.fullmatch(name)}
 
+    @functools.cached_property
     def _by_name(self) -> dict[str, list[float]]:
+        """Made once, as several parts of a text ask for it: 500 workers that shuffled report millions of numbers."""
         out: dict[str, list[float]] = {}
         for worker in self.workers.values():
-            for name, value in _numbers(worker):
-                if not name.startswith("events.last"):
-                    out.setdefault(name, []).append(value)
-        return out
+            _collect(worker, "", out)
+        return {name: values for name, values in out.items() if not name.startswith("events.last")}
 
 
-def _numbers(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+def _collect(tree: dict[str, Any], prefix: str, out: dict[str, list[float]]) -> None:
+    """Add the numbers of a worker to those of the others."""
     for key, value in tree.items():
         if isinstance(value, dict):
-            yield from _numbers(value, f"{prefix}{key}.")
+            _collect(value, f"{prefix}{key}.", out)
         elif key == "links" and isinstance(value, list):
             # One for each peer and transport: they add up to what a transport did.
             for link in value:
-                yield from _numbers(link, f"{prefix}{key}.{link['transport']}.")
+                _collect(link, f"{prefix}{key}.{link['transport']}.", out)
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            yield prefix + key, value
+            out.setdefault(prefix + key, []).append(value)
 
 
 def _plain(error: str) -> str:

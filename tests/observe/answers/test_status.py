@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dask_gpurt.observe.answers import summary
+from dask_gpurt.observe.answers import snapshot, summary
 from dask_gpurt.observe.answers.snapshot import Member
 from dask_gpurt.observe.answers.status import Status
 from dask_gpurt.observe.collect.causes import CAUSES
@@ -173,6 +173,21 @@ def test_a_spilling_join_in_twenty_lines() -> None:
         "do first": "Give the workers more memory, or have smaller or fewer pieces of data alive at once: "
         "smaller partitions, fewer threads per worker, persist less. (spilling cost 38% of the threads' time)",
     }
+
+
+def test_figures_of_workers_are_added_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """500 workers that shuffled with each other report millions of them; a text needs them four times."""
+    looks: list[str] = []
+    collect = snapshot._collect
+
+    def counted(tree: dict[str, Any], prefix: str, out: dict[str, list[float]]) -> None:
+        looks.append(prefix)
+        collect(tree, prefix, out)
+
+    monkeypatch.setattr(snapshot, "_collect", counted)
+    workers = {"a": worker(), "b": worker()}
+    repr(Status({"version": "1", "shuffle": {"runs": 1}}, workers, verbose=True))
+    assert looks.count("") == len(workers)
 
 
 @pytest.mark.parametrize(
