@@ -31,12 +31,18 @@ def bytes_said(nbytes: float | None) -> str:
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int, indent: str = "  ") -> list[str]:
     """Lines of a table. The first `left` columns are aligned left, the others right."""
-    widths = [max(len(line[i]) for line in (columns, *rows)) for i in range(len(columns))]
+    lines = [[_on_one_line(cell) for cell in line] for line in (columns, *rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     out = []
-    for line in (columns, *rows):
+    for line in lines:
         cells = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))]
         out.append((indent + "  ".join(cells)).rstrip())
     return out
+
+
+def _on_one_line(text: str) -> str:
+    """Keys of users may have line breaks in them, or what a terminal would obey."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
 
 
 def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int, bold: int | None = None) -> str:
