@@ -37,7 +37,8 @@ ANSWER_SECONDS = 10.0
 _ENDING_SECONDS = 1.0
 #: seconds after which a client that is not connected makes us look whether anything is there
 _GRACE_SECONDS = 0.5
-_SOCKETS = ("tcp", "tls")
+_SOCKETS = ("tcp", "tls", "ws", "wss")
+_ENCRYPTED = ("tls", "wss")
 
 
 async def within(seconds: float, work: Awaitable[T]) -> T:
@@ -118,10 +119,10 @@ def _checked(address: str, security: Security | dict[str, str] | None) -> tuple[
             raise ValueError(f"port {port} is not one of 1 to 65535")  # else the system's OverflowError
     except ValueError as e:
         raise no_answer(address, str(e), "an address such as 'tcp://host:8786'") from e
-    if scheme == "tls" and not _has_certificates(address, security):
+    if scheme in _ENCRYPTED and not _has_certificates(address, security):
         raise no_answer(
             address,
-            "tls:// needs certificates, and there are none",
+            f"{scheme}:// needs certificates, and there are none",
             "--tls-ca-file, --tls-cert and --tls-key, or distributed.comm.tls in Dask's configuration",
         )
     return host, port
@@ -163,8 +164,9 @@ async def _why(address: str, host: str, port: int, error: Exception, timeout: fl
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
         causes.append(cause)
     certificate = next((e for e in causes if isinstance(e, ssl.SSLError)), None)
-    if isinstance(error, socket.gaierror):
-        return no_answer(address, f"the host {host!r} is not known ({error.strerror})", "another host name")
+    if isinstance(error, (socket.gaierror, UnicodeError)):  # the second: no name can be such, as it is too long
+        reason = error.strerror if isinstance(error, socket.gaierror) else error
+        return no_answer(address, f"the host {host!r} is not known ({reason})", "another host name")
     if isinstance(error, ConnectionRefusedError):
         return no_answer(
             address,
@@ -183,8 +185,12 @@ async def _why(address: str, host: str, port: int, error: Exception, timeout: fl
             f"it accepts connections, and says nothing for {timeout:g} s",
             "look whether the scheduler's process is stopped, swapped out or busy, and whether the port is its own",
         )
-    if host and not address.startswith("tls://") and await _speaks_tls(host, port):
-        return no_answer(address, "it speaks TLS", f"tls://{host}:{port} with --tls-ca-file, --tls-cert and --tls-key")
+    scheme, _ = parse_address(address)
+    if host and scheme not in _ENCRYPTED and await _speaks_tls(host, port):
+        other = "wss" if scheme == "ws" else "tls"
+        return no_answer(
+            address, "it speaks TLS", f"{other}://{host}:{port} with --tls-ca-file, --tls-cert and --tls-key"
+        )
     return no_answer(
         address,
         f"it is no scheduler of Dask, or breaks connections ({type(error).__name__}: {error})",

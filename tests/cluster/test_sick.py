@@ -180,6 +180,20 @@ def test_a_wrong_address_is_one_line_at_once(tmp_path: Path) -> None:
     assert "there is no client, and no address" in one_line(without)
 
 
+@pytest.mark.parametrize("scheme", ["ws", "wss"])
+def test_an_address_of_websockets(scheme: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        says = "nothing listens there" if scheme == "ws" else "wss:// needs certificates, and there are none"
+        with pytest.raises(NoAnswer, match=says):
+            dask_gpurt.status(f"{scheme}://127.0.0.1:{taken.getsockname()[1]}", timeout=3)
+
+
+def test_a_name_that_no_host_can_have() -> None:
+    with pytest.raises(NoAnswer, match="is not known"):
+        dask_gpurt.status(f"tcp://{'x' * 70}:8786", timeout=3)
+
+
 def test_something_else_than_a_scheduler(tmp_path: Path) -> None:
     import http.server
     import threading
