@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 import dask.config
+from dask.core import validate_key
 
 from dask_gpurt._version import __version__
 from dask_gpurt.errors import GpurtError
@@ -108,11 +109,12 @@ def split(words: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
 
 
 def key_of(text: str) -> Any:
-    """A key as it was typed: tuples as Python writes them, all else is text."""
+    """A key as it was typed: tuples that Dask takes, as Python writes them; all else is text."""
     if text.startswith("("):
         try:
             value = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
+            validate_key(value)
+        except (ValueError, SyntaxError, TypeError):
             return text
         if isinstance(value, tuple):
             return value

@@ -9,6 +9,7 @@ import pytest
 from distributed import Client
 
 import dask_gpurt
+from dask_gpurt.cli.base import key_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -90,3 +91,8 @@ def test_a_timeout_is_seconds(timeout: Any, client: Client) -> None:
         dask_gpurt.report("x.html", client, timeout=timeout)
     with pytest.raises(ValueError, match="timeout is"):
         dask_gpurt.record(client, "x.trace", timeout=timeout)
+
+
+def test_a_tuple_that_is_no_key_is_looked_for_as_text() -> None:
+    typed = {"('x', 0)": ("x", 0), "('x', None)": "('x', None)", "('x', [1])": "('x', [1])", "(x": "(x", "x": "x"}
+    assert {text: key_of(text) for text in typed} == typed
