@@ -227,7 +227,7 @@ async def facts_of(client: Client, *, timeout: float = ANSWER_SECONDS, left: flo
 
 
 def _require_open(client: Client) -> None:
-    if client.status == "closed" or client.scheduler is None:
+    if client.status in ("closing", "closed") or client.scheduler is None:
         raise NoAnswer(
             "the connection to the scheduler is lost, and the client closed. Remedy: look whether it still runs"
         )
@@ -246,7 +246,10 @@ async def _limited(client: Client, work: Awaitable[Any], timeout: float, left: f
         raise NoAnswer(
             f"the connection to the scheduler at {where!r} is lost ({e}). Remedy: look whether it still runs"
         ) from e
-    except ImportError as e:
+    except (ImportError, AttributeError, RuntimeError) as e:
+        _require_open(client)  # one that was closed in the middle has lost its parts, and its connections
+        if not isinstance(e, ImportError) and not str(e).startswith("Can't get attribute"):
+            raise
         raise GpurtError(
             f"the scheduler cannot import dask_gpurt ({e}). Remedy: install the same version of dask-gpurt there"
         ) from e
@@ -304,6 +307,9 @@ async def ask_workers(
         raise
     except OSError as e:
         raise NoAnswer(f"the scheduler is lost while workers are asked ({e}). Remedy: look whether it runs") from e
+    except (AttributeError, RuntimeError):
+        _require_open(client)  # see `_limited`
+        raise
     finally:
         if not every.done():
             every.cancel()

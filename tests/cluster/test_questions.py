@@ -14,8 +14,8 @@ import pytest
 from distributed import Client
 
 import dask_gpurt
-from dask_gpurt.client.ask import ask_workers
-from dask_gpurt.errors import GpurtError
+from dask_gpurt.client.ask import ask_scheduler, ask_workers
+from dask_gpurt.errors import GpurtError, NoAnswer
 
 from .processes import processes, together
 
@@ -124,3 +124,31 @@ def test_workers_that_were_asked_again_leave_no_traceback() -> None:
 
     asyncio.run(main())
     assert said == []
+
+
+@pytest.mark.parametrize("status", ["closing", "closed"])
+@pytest.mark.parametrize("question", [ask_scheduler, ask_workers])
+def test_a_client_that_is_closed_in_the_middle_is_said_to_be(question: Any, status: str) -> None:
+    client: Any = types.SimpleNamespace(status="running", scheduler=object())
+
+    async def run(*args: Any, **kwargs: Any) -> None:
+        client.status = status
+        if status == "closing":
+            raise RuntimeError("ConnectionPool is closed")
+        client.scheduler = None
+        client.scheduler.broadcast()
+
+    client.run = client.run_on_scheduler = run
+    with pytest.raises(NoAnswer, match="the client closed"):
+        asyncio.run(question(client, len, timeout=10))
+
+
+def test_a_scheduler_with_an_older_package() -> None:
+    """A function that is not there is an error of unpickling."""
+
+    async def run_on_scheduler(function: Any) -> None:
+        raise AttributeError("Can't get attribute 'newest' on <module 'dask_gpurt.client.remote'>")
+
+    client: Any = types.SimpleNamespace(status="running", scheduler=object(), run_on_scheduler=run_on_scheduler)
+    with pytest.raises(GpurtError, match="install the same version"):
+        asyncio.run(ask_scheduler(client, max, timeout=10))
