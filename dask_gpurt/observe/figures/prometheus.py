@@ -11,6 +11,7 @@ counted: an exception would take Dask's own metrics with it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -113,5 +114,6 @@ def withdraw(server: Server) -> None:
     if not _collector.sources:
         from prometheus_client import REGISTRY
 
-        REGISTRY.unregister(_collector)
+        with contextlib.suppress(KeyError):  # a program has emptied the registry, as tests of users do
+            REGISTRY.unregister(_collector)
         _collector = None

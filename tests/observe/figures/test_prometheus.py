@@ -78,6 +78,16 @@ def test_a_server_that_fails_does_not_take_the_page_with_it() -> None:
     prometheus.withdraw(bad)
 
 
+def test_a_registry_that_a_program_has_emptied() -> None:
+    one, other = FakeScheduler(), FakeScheduler()
+    prometheus.provide_scheduler(one, figures)
+    prometheus_client.REGISTRY.unregister(prometheus._collector)
+    prometheus.withdraw(one)
+    prometheus.provide_scheduler(other, figures)
+    assert scrape()
+    prometheus.withdraw(other)
+
+
 def test_without_prometheus_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     server = FakeScheduler()
