@@ -49,8 +49,13 @@ def story(dask_scheduler: Scheduler, key: Key) -> dict[str, Any]:
     ts = dask_scheduler.tasks.get(key)
     state = None if ts is None else ts.state
     decision = placement.explain(key)
+    blamed = None if ts is None else ts.exception_blame
+    text = "" if blamed is None else " ".join((blamed.exception_text or "an exception").split())[:200]
+    failed = None if blamed is None else {"key": str(blamed.key), "text": text}
     if decision is not None:
-        return {**decision, "state": state}
+        return {**decision, "state": state, "failed": failed}
+    if failed is not None and failed["key"] != str(key):
+        return {"key": str(key), "kind": "failed", "state": state, "failed": failed}
     if ts is not None and state == "memory" and ts.run_spec is None:
         return {"key": str(key), "kind": "scattered", "state": state}
     if ts is not None and state in ("waiting", "queued", "no-worker", "released"):

@@ -93,7 +93,8 @@ class Explanation:
     """Why a task ran where it ran, and what came of it. Prints as text; `to_dict` gives plain values."""
 
     key: str
-    #: ``cost``, one of `ROOTS`, ``stock``, ``fallback``; ``scattered`` and ``waiting`` when nothing was decided
+    #: ``cost``, one of `ROOTS`, ``stock``, ``fallback``; ``scattered``, ``waiting`` and ``failed`` (an input of it did)
+    #: when nothing was decided
     kind: str
     #: why stock Dask decided; None when it did not
     reason: str | None
@@ -115,13 +116,16 @@ class Explanation:
     predicted: Mapping[str, float] | None
     #: the same as far as it is known, and ``worker``, ``stolen_from``, ``outcome``, ``transfer_seconds``
     actual: Mapping[str, Any] | None
+    #: of a task that failed, or whose input did: ``key`` of the task that raised, and the ``text`` of what it raised
+    failed: Mapping[str, str] | None = None
 
     @classmethod
     def from_story(cls, story: Mapping[str, Any]) -> Explanation:
         """From the plain values of `DecisionLog.story` and the task's ``state``."""
         candidates = tuple(Candidate(**c) for c in story.get("candidates", ()))
         names = ("key", "kind", "reason", "state", "time", "restricted", "workers", "inputs", "chosen", "predicted")
-        return cls(candidates=candidates, actual=story.get("actual"), **{name: story.get(name) for name in names})  # type: ignore[arg-type]
+        rest = {name: story.get(name) for name in (*names, "failed")}
+        return cls(candidates=candidates, actual=story.get("actual"), **rest)  # type: ignore[arg-type]
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain JSON values, and ``because``: the sentence."""
@@ -139,7 +143,9 @@ class Explanation:
             return "It is data that a client put into the cluster; no decision was made."
         if self.kind == "waiting":
             return f"It was not assigned to a worker yet; its state is {self.state!r}."
-        return f"{self._went()} because {self._why()}{self._afterwards()}."
+        if self.kind == "failed":
+            return f"It was not assigned to a worker{self._failure()}."
+        return f"{self._went()} because {self._why()}{self._afterwards()}{self._failure()}."
 
     def _went(self) -> str:
         actual = self.actual
@@ -174,6 +180,13 @@ class Explanation:
             return f"; in the end it was {actual['worker']} that got it"
         return ""
 
+    def _failure(self) -> str:
+        if self.failed is None:
+            return ""
+        if self.failed["key"] == self.key:
+            return f"; it raised {self.failed['text']}"
+        return f"; {self.failed['key']}, which it needs, raised {self.failed['text']}"
+
     # ------------------------------------------------------------------ printing
 
     def __repr__(self) -> str:
@@ -191,7 +204,8 @@ class Explanation:
     def _headline(self) -> str:
         how = {"cost": "placed by cost", "root group": "placed with its group", "stock": "left to stock Dask"}
         how |= {"root at home": "placed where its input is", "tiny root": "sent without a queue"}
-        how |= {"fallback": "fell back to stock Dask", "scattered": "scattered data", "waiting": "not assigned"}
+        how |= {"fallback": "fell back to stock Dask", "scattered": "scattered data"}
+        how |= dict.fromkeys(("waiting", "failed"), "not assigned")
         when = "" if self.time is None else time.strftime(" at %H:%M:%S", time.localtime(self.time))
         outcome = None if self.actual is None else self.actual["outcome"]
         now = {None: "not finished", "memory": "finished"}.get(outcome, str(outcome)) if self.actual else self.state

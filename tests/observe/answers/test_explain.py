@@ -14,7 +14,7 @@ import dask
 import numpy as np
 import pytest
 from distributed import Client, LocalCluster, wait
-from distributed.utils_test import NO_AMM, BlockedGatherDep, gen_cluster, inc, slowinc
+from distributed.utils_test import NO_AMM, BlockedGatherDep, div, gen_cluster, inc, slowinc
 
 import dask_gpurt
 from dask_gpurt.config import Settings
@@ -203,6 +203,21 @@ async def test_stock_decides_and_nothing_was_decided(c: Client, s: Scheduler, *w
         assert e.kind == "waiting"
         assert "'waiting'" in repr(e)
         await after
+
+
+@pytest.mark.cluster
+@gen_cluster(client=True, nthreads=FOUR, config=QUIET)
+async def test_a_task_that_failed_shows_what_it_raised(c: Client, s: Scheduler, *workers: Worker) -> None:
+    async with extension(s):
+        bad = c.submit(div, 1, 0, key="bad")
+        needs = c.submit(inc, bad, key="needs")
+        await wait([bad, needs])
+        e = await dask_gpurt.explain(c, bad)
+        assert e.kind == "stock"
+        assert "; it raised ZeroDivisionError('division by zero')." in repr(e)
+        e = await dask_gpurt.explain(c, needs)
+        assert e.kind == e.to_dict()["kind"] == "failed"
+        assert "not assigned to a worker; bad, which it needs, raised ZeroDivisionError" in repr(e)
 
 
 @pytest.mark.cluster
