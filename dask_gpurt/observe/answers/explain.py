@@ -93,8 +93,8 @@ class Explanation:
     """Why a task ran where it ran, and what came of it. Prints as text; `to_dict` gives plain values."""
 
     key: str
-    #: ``cost``, one of `ROOTS`, ``stock``, ``fallback``; ``scattered``, ``waiting`` and ``failed`` (an input of it did)
-    #: when nothing was decided
+    #: ``cost``, one of `ROOTS`, ``stock``, ``fallback``, ``shadow`` (stock, and `chosen` by cost was only recorded);
+    #: ``scattered``, ``waiting`` and ``failed`` (an input of it did) when nothing was decided
     kind: str
     #: why stock Dask decided; None when it did not
     reason: str | None
@@ -166,6 +166,11 @@ class Explanation:
             return _compared(self)
         if self.kind in ROOTS:
             return ROOTS[self.kind]
+        if self.kind == "shadow":
+            return (
+                "placement only looks on (gpurt.placement.shadow), so Dask's own rule decided; by cost it would have "
+                f"gone to {self.chosen}, because {_compared(self)}"
+            )
         if self.kind == "fallback":
             return f"placement failed and stock Dask decided ({self.reason})"
         return STOCK_REASONS.get(self.reason or "", f"it was left to stock Dask ({self.reason})")
@@ -176,7 +181,7 @@ class Explanation:
             return ""
         if actual["stolen_from"] is not None:
             return f"; work stealing moved it from there to {actual['worker']}"
-        if self.chosen is not None and actual["worker"] != self.chosen:
+        if self.kind != "shadow" and self.chosen is not None and actual["worker"] != self.chosen:
             return f"; in the end it was {actual['worker']} that got it"
         return ""
 
@@ -204,7 +209,7 @@ class Explanation:
     def _headline(self) -> str:
         how = {"cost": "placed by cost", "root group": "placed with its group", "stock": "left to stock Dask"}
         how |= {"root at home": "placed where its input is", "tiny root": "sent without a queue"}
-        how |= {"fallback": "fell back to stock Dask", "scattered": "scattered data"}
+        how |= {"fallback": "fell back to stock Dask", "scattered": "scattered data", "shadow": "left to stock Dask"}
         how |= dict.fromkeys(("waiting", "failed"), "not assigned")
         when = "" if self.time is None else time.strftime(" at %H:%M:%S", time.localtime(self.time))
         outcome = None if self.actual is None else self.actual["outcome"]

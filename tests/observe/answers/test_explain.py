@@ -598,6 +598,16 @@ def test_the_sentence_tells_what_happened_afterwards() -> None:
     assert Explanation.from_story(story()).because.startswith("It is to go to tcp://a because")
 
 
+def test_in_shadow_mode_dask_has_decided() -> None:
+    actual = {"worker": "tcp://b", "stolen_from": None, "outcome": "memory", "wait_seconds": 0.1, "moved_bytes": None}
+    actual |= dict.fromkeys(("transfer_seconds", "compute_seconds", "finish_seconds"), 0.1)
+    e = Explanation.from_story(story(kind="shadow", actual=actual))
+    assert e.because.startswith("It ran on tcp://b because placement only looks on (gpurt.placement.shadow), so Dask's")
+    assert "by cost it would have gone to tcp://a, because it holds all of its inputs" in e.because
+    assert "in the end" not in e.because
+    assert "left to stock Dask; finished" in repr(e)
+
+
 def test_html_is_escaped() -> None:
     evil = "<script>alert(1)</script>"
     assert "<script>" not in Explanation.from_story(story(key=evil))._repr_html_()
