@@ -27,6 +27,12 @@ STOCK_REASONS: dict[str, str] = {
     "first",
     "actor": "it is an actor, and Dask spreads those by number",
     "over budget": "decisions had become slower than placement allows itself, so Dask's own rule decided",
+    "took too long": "the comparison took longer than a decision may, so Dask's own rule decided",
+    "policy": "the policy of this cluster left it to Dask's own rule",
+    "governor": "single decisions had lost a comparison with Dask's own rule, so that one decides",
+    "graph judge": "graphs of its kind have lost against Dask's own rule, or are compared with it by lot, and that "
+    "rule decided for this one",
+    "trial": "single decisions are compared with Dask's own rule by lot, and this one was drawn for that rule",
     "no candidate": "none of the workers that were looked at takes tasks, so Dask searched all of them",
     "bookkeeping retired": "placement's own bookkeeping had failed too often, so Dask's own rule decides",
 }

@@ -25,6 +25,7 @@ from dask_gpurt.observe.answers.where import Where
 from dask_gpurt.observe.render.text import bytes_said, seconds_said
 from dask_gpurt.placement.decide.decision import Declined
 from dask_gpurt.placement.engine import Engine
+from dask_gpurt.placement.evaluate.decision_record import QUEUE
 from tests.memory_watch import NO_WATCH
 
 if TYPE_CHECKING:
@@ -606,6 +607,12 @@ def test_in_shadow_mode_dask_has_decided() -> None:
     assert "by cost it would have gone to tcp://a, because it holds all of its inputs" in e.because
     assert "in the end" not in e.because
     assert "left to stock Dask; finished" in repr(e)
+
+
+def test_every_reason_to_leave_a_task_to_dask_is_a_sentence() -> None:
+    for reason in (*Declined, QUEUE):
+        because = Explanation.from_story(story(kind="stock", reason=str(reason))).because
+        assert f"({reason})" not in because
 
 
 def test_html_is_escaped() -> None:
