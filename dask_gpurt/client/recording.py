@@ -128,6 +128,11 @@ class record:
 
     async def _end(self, client: Client) -> None:
         self.summary = await ask_scheduler(client, _end, timeout=self._timeout, name=self._name)
+        if "gone" in self.summary:
+            raise TraceError(
+                f"the scheduler's file of the recording is gone ({self.summary['gone']}). Remedy: a "
+                "--local-directory of the scheduler that nothing cleans up"
+            )
         if "path" not in self.summary:
             raise TraceError("the scheduler was restarted in the meantime; what it had recorded is gone with it")
         source, size = self.summary.pop("path"), self.summary["bytes"]
@@ -184,9 +189,14 @@ async def _end(dask_scheduler: Scheduler, name: str) -> dict[str, Any]:
     if writer is None:
         return {}
     await asyncio.to_thread(writer.close, recorder.last)
+    try:
+        size = await asyncio.to_thread(os.path.getsize, writer.path)
+    except OSError as e:  # as in `_begin`
+        dask_scheduler.plugins.pop(name, None)
+        return {"gone": str(e)}
     return {
         "path": writer.path,
-        "bytes": await asyncio.to_thread(os.path.getsize, writer.path),
+        "bytes": size,
         "records": writer.records,
         "lost_records": writer.lost,
         "error": writer.error or recorder.last_error,

@@ -9,10 +9,12 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 from distributed import Event
 from distributed.utils_test import gen_cluster
 
 from dask_gpurt.client import recording
+from dask_gpurt.errors import TraceError
 from dask_gpurt.observe.trace import writer as writer_module
 from dask_gpurt.observe.trace.reader import Trace
 from dask_gpurt.observe.trace.recorder import EARLIER, TraceRecorder
@@ -21,8 +23,6 @@ from dask_gpurt.observe.trace.summary import summary
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
 
 def _scheduler(tasks: int) -> Any:
@@ -180,6 +180,24 @@ def test_a_scheduler_without_its_folder_says_so(tmp_path: Path) -> None:
     """An error that it raised would be taken for a lost connection."""
     scheduler: Any = SimpleNamespace(plugins={}, local_directory=str(tmp_path / "gone"))
     assert "gone" in str(recording._begin(scheduler, "trace", "client"))
+
+
+def test_a_file_that_was_cleaned_up_meanwhile_is_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def go() -> None:
+        recorder = TraceRecorder(str(tmp_path / "cleaned"))
+        recorder.open(_scheduler(1), {"policy": "stock"})
+        os.unlink(recorder.path)
+        scheduler: Any = SimpleNamespace(plugins={"trace": recorder})
+
+        async def ask(client: Any, function: Any, *, timeout: float, **kwargs: Any) -> Any:
+            return await function(scheduler, "trace")
+
+        monkeypatch.setattr(recording, "ask_scheduler", ask)
+        with pytest.raises(TraceError, match=r"cleaned.*Remedy"):
+            await recording.record(None, tmp_path / "t")._end(SimpleNamespace())  # type: ignore[arg-type]
+        assert not scheduler.plugins
+
+    asyncio.run(go())
 
 
 def test_what_a_killed_process_has_fetched_is_in_no_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
