@@ -176,6 +176,8 @@ class Engine:
 
     def _classify(self, ts: TaskState) -> Declined | None:
         """Why a task is left to Dask without a look at workers; None: it has to be weighed."""
+        if self.safe:
+            return Declined.SAFE_MODE
         if self.untrusted:
             return Declined.BOOKKEEPING
         if self.budget.exhausted:

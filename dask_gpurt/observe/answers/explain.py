@@ -27,6 +27,7 @@ STOCK_REASONS: dict[str, str] = {
     "first",
     "actor": "it is an actor, and Dask spreads those by number",
     "over budget": "decisions had become slower than placement allows itself, so Dask's own rule decided",
+    "safe mode": "placement was in safe mode (`dask gpurt safe`), so Dask's own rule decided",
     "took too long": "the comparison took longer than a decision may, so Dask's own rule decided",
     "policy": "the policy of this cluster left it to Dask's own rule",
     "governor": "single decisions had lost a comparison with Dask's own rule, so that one decides",

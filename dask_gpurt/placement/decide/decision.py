@@ -20,6 +20,7 @@ class Declined(enum.StrEnum):
 
     #: all workers are alike and near, or the inputs are in one zone. In the text, stock means Dask's own choice
     PLAIN = "nothing that stock does not know"
+    SAFE_MODE = "safe mode"
     NO_INPUTS = "no inputs"
     ACTOR = "actor"
     OVER_BUDGET = "over budget"

@@ -147,6 +147,17 @@ def test_what_is_left_to_stock_says_why() -> None:
     assert engine.declined == {"no inputs": 1, "actor": 1}
 
 
+def test_in_safe_mode_all_is_left_to_stock_whatever_is_known() -> None:
+    a, b = (FakeWorker(i) for i in range(2))
+    engine = make_engine([a, b])
+    one, two = (FakeTask(f"f-{i}", FakeTask(f"x-{i}", nbytes=10**6, on=(a,))) for i in range(2))
+    engine.safe = True
+    assert engine.decide(one, None) is None
+    assert engine.declined == {"safe mode": 1}
+    engine.safe = False
+    assert engine.decide(two, None) is not None
+
+
 def test_a_key_that_is_computed_again_has_its_newest_decision() -> None:
     a, b = (FakeWorker(i) for i in range(2))
     engine = make_engine([a, b])
