@@ -60,25 +60,30 @@ def _look(node: Node) -> Iterator[Verdict]:
 
 def _judge_devices(setting: str, ports: dict[str, bool]) -> Iterator[Verdict]:
     """UCX_NET_DEVICES: names with or without a port, the prefix ^ to leave out, or all."""
-    wanted = [word.strip() for word in setting.removeprefix("^").split(",") if word.strip()]
+    excludes = setting.startswith("^")  # such as a port that is down: that it is, is no fault
+    wanted = [] if excludes else [word.strip() for word in setting.split(",") if word.strip()]
     interfaces = psutil.net_if_stats()
-    there = {*ports, *(name.partition(":")[0] for name in ports), *interfaces, "all"}
-    missing = [name for name in wanted if name not in there]
+    up = {**ports, **{name: stats.isup for name, stats in interfaces.items()}, "all": True}
+    for name, on in ports.items():  # a card without a port stands for all of its ports
+        up[name.partition(":")[0]] = on or up.get(name.partition(":")[0], False)
+    missing = [name for name in wanted if name not in up]
     allowed = ", ".join(sorted({*ports, *interfaces})) or "none"
-    if missing and not setting.startswith("^"):
+    if missing:
         yield fail(
             f"UCX_NET_DEVICES={setting}, and there is no {', '.join(missing)}",
             expected=f"some of: {allowed}",
             meaning="UCX reaches no peer on another host through a device that is not there",
             remedy="unset UCX_NET_DEVICES, or name devices of this machine",
         )
-    elif down := [name for name in wanted if ports.get(name) is False]:
+    elif down := [name for name in wanted if not up[name]]:
         yield fail(
             f"UCX_NET_DEVICES={setting}, and the port of {', '.join(down)} is not active",
             expected="an active port",
             meaning="UCX reaches no peer on another host through it",
             remedy="the cable and the subnet manager (ibstat), or another device",
         )
+    elif excludes:
+        yield ok(f"UCX_NET_DEVICES={setting} leaves those out")
     elif setting != "all":
         yield ok(f"UCX_NET_DEVICES={setting} is there")
 

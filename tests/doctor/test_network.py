@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -122,7 +123,7 @@ CARD = "sys/class/infiniband/mlx5_0/ports/1/state"
         ("mlx5_0:1", State.OK, "UCX_NET_DEVICES=mlx5_0:1 is there"),
         ("lo,mlx5_0", State.OK, "is there"),
         ("mlx5_7:1,lo", State.FAIL, "UCX_NET_DEVICES=mlx5_7:1,lo, and there is no mlx5_7:1"),
-        ("^mlx5_7:1", State.OK, "is there"),
+        ("^mlx5_7:1", State.OK, "leaves those out"),
     ],
 )
 def test_devices_that_ucx_is_told_to_use(tmp_path: Path, setting: str, state: State, text: str) -> None:
@@ -133,10 +134,18 @@ def test_devices_that_ucx_is_told_to_use(tmp_path: Path, setting: str, state: St
         assert "mlx5_0:1" in found[0].expected
 
 
-def test_a_port_that_is_down(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["mlx5_0:1", "mlx5_0", "eth7"])
+def test_a_port_that_is_down(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nic.psutil, "net_if_stats", lambda: {"eth7": SimpleNamespace(isup=False)})
     tree = Tree(tmp_path, {CARD: "1: DOWN\n"})
-    (found,) = told(nic.CHECK, node(tree, environ={"UCX_NET_DEVICES": "mlx5_0:1"}), State.FAIL)
-    assert "the port of mlx5_0:1 is not active" in found.found
+    (found,) = told(nic.CHECK, node(tree, environ={"UCX_NET_DEVICES": name}), State.FAIL)
+    assert f"the port of {name} is not active" in found.found
+    assert not told(nic.CHECK, node(tree, environ={"UCX_NET_DEVICES": f"^{name}"}), State.FAIL)
+
+
+def test_a_card_with_one_active_port(tmp_path: Path) -> None:
+    tree = Tree(tmp_path, {CARD: "4: ACTIVE\n", CARD.replace("/1/", "/2/"): "1: DOWN\n"})
+    assert not told(nic.CHECK, node(tree, environ={"UCX_NET_DEVICES": "mlx5_0"}), State.FAIL)
 
 
 @pytest.mark.parametrize(
