@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from dask_gpurt.doctor.certificates import end_of
 from dask_gpurt.doctor.check import Check
 from dask_gpurt.doctor.finding import fail, na, ok, warn
+from dask_gpurt.doctor.nic import is_infiniband, ucx_installed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,7 +47,10 @@ def _limits(node: Node) -> Iterator[Verdict]:
             remedy="ulimit -f unlimited before the start",
         )
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft >= 0 and node.system.names("sys/class/infiniband"):
+    cards = "sys/class/infiniband"
+    ports = [(card, p) for card in node.system.names(cards) for p in node.system.names(cards, card, "ports")]
+    # Of RoCE, which may be just the card of this machine, only where UCX is there to use it.
+    if soft >= 0 and ports and (ucx_installed() or any(is_infiniband(node.system, *port) for port in ports)):
         yield warn(
             f"{soft} bytes may be locked in memory, and there is InfiniBand",
             expected="no limit",

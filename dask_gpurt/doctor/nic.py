@@ -37,9 +37,14 @@ def _ports(system: System) -> dict[str, bool]:
     }
 
 
+def is_infiniband(system: System, card: str, port: str) -> bool:
+    """Not RoCE: that is a card for Ethernet, as most are, and takes a network that was set up for it."""
+    return system.text(_CARDS, card, "ports", port, "link_layer") != "Ethernet"
+
+
 def _look(node: Node) -> Iterator[Verdict]:
     ports = _ports(node.system)
-    active = [name for name, on in ports.items() if on]
+    active = [name for name, on in ports.items() if on and is_infiniband(node.system, *name.split(":"))]
     yield from _judge_devices(node.environ.get("UCX_NET_DEVICES", "all"), ports)
     transports = node.environ.get("UCX_TLS", "all")
     names = {word.strip() for word in transports.lstrip("^").split(",")}

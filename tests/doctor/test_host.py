@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from dask_gpurt.doctor import host
 from dask_gpurt.doctor.certificates import end_of
 from dask_gpurt.doctor.finding import State
 from dask_gpurt.doctor.host import CHECKS
@@ -45,9 +46,15 @@ def test_locked_memory_beside_infiniband(tmp_path: Path, monkeypatch: pytest.Mon
     real = resource.getrlimit
     limited = {resource.RLIMIT_MEMLOCK: (65536, 65536)}
     monkeypatch.setattr(resource, "getrlimit", lambda which: limited.get(which) or real(which))
-    tree = Tree(tmp_path, {"sys/class/infiniband/mlx5_0/x": ""})
+    port = "sys/class/infiniband/mlx5_0/ports/1"
+    tree = Tree(tmp_path, {f"{port}/link_layer": "InfiniBand\n"})
     assert any("65536 bytes may be locked" in v.found for v in told(LIMITS, node(tree), State.WARN))
     assert not any("locked" in v.found for v in LIMITS.look(node(Tree(tmp_path / "other", {"x": ""}))))
+    # RoCE is of no use without UCX, and is there with most cards.
+    roce = Tree(tmp_path / "roce", {f"{port}/link_layer": "Ethernet\n"})
+    for there in (False, True):
+        monkeypatch.setattr(host, "ucx_installed", lambda there=there: there)
+        assert any("locked" in v.found for v in LIMITS.look(node(roce))) is there
 
 
 @needs_namespaces("-Urm")

@@ -167,6 +167,9 @@ def test_an_active_port_without_ucx(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(nic, "ucx_installed", lambda: False)
     (found,) = told(nic.CHECK, node(Tree(tmp_path, {CARD: "4: ACTIVE\n"})), State.WARN)
     assert found.remedy == "pip install 'dask-gpurt[ucx]'"
+    # The same card on Ethernet, as in most machines of a cloud.
+    roce = Tree(tmp_path / "roce", {CARD: "4: ACTIVE\n", CARD.replace("state", "link_layer"): "Ethernet\n"})
+    assert [v.state for v in nic.CHECK.look(node(roce))] == [State.NA]
 
 
 @pytest.mark.parametrize(("device", "there"), [("lo", True), ("nothing7", False)])
