@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 from typing import TYPE_CHECKING, Any
+
+from distributed.comm import get_address_host
 
 from dask_gpurt.doctor.finding import Finding, State, fail, ok
 from dask_gpurt.doctor.network import Interface, agree
@@ -71,12 +74,22 @@ def compared(
     found = [Interface(**{**i, "host": host}) for host, f in hosts.items() for i in f["interfaces"]]
     parts = (
         ("T10", "NIC", _loopback(list(facts), len(hosts))),
-        ("T12", "Network", agree(found) if len(hosts) > 1 else ()),
+        ("T12", "Network", agree(_between_workers(found, facts)) if len(hosts) > 1 else ()),
         ("T15", "MIG", _shared_instances(facts)),
         ("stack", "Versions", _stack(stacks)),
         ("tls", "TLS", _schemes(addresses)),
     )
     return [Finding.of(id, name, verdict, seconds) for id, name, verdicts in parts for verdict in verdicts]
+
+
+def _between_workers(found: Sequence[Interface], addresses: Iterable[str]) -> list[Interface]:
+    """Those in a network that workers listen in. Bridges of containers and machines (docker0, virbr0) have the same
+    subnet on each host, and are one network with none of the others."""
+    try:
+        hosts = [ipaddress.ip_address(get_address_host(a)) for a in addresses]
+    except ValueError:  # a name, which may stand for any
+        return list(found)
+    return [i for i in found if any(host in ipaddress.ip_network(i.subnet) for host in hosts)]
 
 
 def _loopback(addresses: Sequence[str], hosts: int) -> Iterator[Verdict]:

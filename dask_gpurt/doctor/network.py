@@ -146,8 +146,8 @@ CHECK = Check(
     id="T12",
     name="Network",
     looks_at="MTU and speed of interfaces, segments sent again in /proc/net/snmp, packets dropped",
-    fails_when="fail: MTUs differ in a subnet, more than 1 % of segments sent again; warn: more than 0.1 %, more than "
-    "10 drops/s, a link below a third of the median of its subnet",
+    fails_when="fail: MTUs differ in a subnet (of a cluster, in one that workers listen in), more than 1 % of segments "
+    "sent again; warn: more than 0.1 %, more than 10 drops/s, a link below a third of the median of its subnet",
     remedy="the interface's MTU, rings or cable",
     look=_look,
     once_per_host=True,

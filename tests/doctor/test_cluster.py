@@ -81,6 +81,18 @@ def test_hosts_are_compared() -> None:
     assert [f.id for f in compared(alone, {}, alone, 0)] == ["stack"]
 
 
+@pytest.mark.parametrize(("second", "compares"), [("tcp://10.0.0.2:1", False), ("tcp://node-2:1", True)])
+def test_bridges_of_hosts_are_no_network(second: str, compares: bool) -> None:
+    workers = {"tcp://10.0.0.1:1": facts("one"), second: facts("two")}
+    for one, mtu in zip(workers.values(), (1500, 1450), strict=True):
+        one["interfaces"].append(
+            {"name": "docker0", "subnet": "172.17.0.0/16", "mtu": mtu, "megabits_per_second": 0, "host": ""}
+        )
+    found = [f.found for f in compared(workers, {}, workers, 0) if f.id == "T12"]
+    # A worker whose address is a name may be in any network.
+    assert found == ["172.17.0.0/16 has MTUs of 1450 (docker0 of two) and 1500 (docker0 of one)"] * compares
+
+
 def test_instances_of_a_gpu_are_not_shared() -> None:
     one, other = facts("one"), facts("two")
     workers = {"a": {**one, "gpu": "MIG-1"}, "b": {**one, "gpu": "MIG-1"}, "c": {**one, "gpu": "MIG-2"}}
