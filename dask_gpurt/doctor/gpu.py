@@ -24,6 +24,8 @@ NVIDIA, AMD = "0x10de", "0x1002"
 _PCI = "sys/bus/pci/devices"
 #: shares of a device's memory
 _FULL, _STRANGERS = 0.95, 0.05
+#: a worker, multiprocessing's server, the nanny
+_GENERATIONS = 3
 _RESET = "nvidia-smi --gpu-reset with nothing running, or a reboot"
 
 
@@ -171,8 +173,17 @@ def _memory(node: Node) -> Iterator[Verdict]:
 
 def _is_ours(system: System, pid: int) -> bool:
     """This process, or another one of Dask."""
-    line = (system.text("proc", str(pid), "cmdline") or "").replace("\0", " ")
-    return pid == os.getpid() or "dask" in line or "distributed" in line
+    for _ in range(_GENERATIONS):
+        line = (system.text("proc", str(pid), "cmdline") or "").replace("\0", " ")
+        if pid == os.getpid() or "dask" in line or "distributed" in line:
+            return True
+        if "multiprocessing" not in line:
+            return False
+        # As nannies start workers: the command line says nothing of Dask, that of the nanny does.
+        pid = system.fields("proc", str(pid), "status").get("PPid", 0)
+        if pid == os.getppid() > 1:  # a worker of the same LocalCluster, of a program with any name
+            return True
+    return False
 
 
 def _partitioned(node: Node, snapshot: Snapshot) -> Iterator[Verdict]:

@@ -168,6 +168,17 @@ def test_what_is_named_after_a_gpu_that_is_not_there_is_hidden() -> None:
         assert visible({"CUDA_VISIBLE_DEVICES": setting}, snapshot) == there
 
 
+def test_workers_of_nannies_are_no_strangers(tmp_path: Path) -> None:
+    spawned = "python\0-c\0from multiprocessing.spawn import spawn_main\0--multiprocessing-fork\0"
+    files = {f"proc/{pid}/cmdline": spawned for pid in (77, 78, 79, 80, 81)}
+    parents = {77: 88, 78: 79, 79: 88, 80: 90, 81: os.getppid()}
+    files |= {f"proc/{pid}/status": f"Name:\tpython\nPPid:\t{parent}\n" for pid, parent in parents.items()}
+    files |= {"proc/88/cmdline": "/opt/bin/dask\0worker\0", "proc/90/cmdline": "python\0train.py\0"}
+    used = dataclasses.replace(FIRST, processes=((77, 30), (78, 20), (80, 10), (81, 40)))
+    (found,) = told(FREE, node(Tree(tmp_path, files), gpu=gpus(used)), State.WARN)
+    assert "other processes hold 10% of its memory, most of it process 80" in found.found
+
+
 def test_strangers_and_a_full_device(tmp_path: Path) -> None:
     tree = Tree(tmp_path, {"proc/77/comm": "game\n", "proc/77/cmdline": "game\0", "proc/88/cmdline": "dask\0worker\0"})
     used = dataclasses.replace(FIRST, used_bytes=96, processes=((77, 6), (88, 60), (os.getpid(), 20)))
