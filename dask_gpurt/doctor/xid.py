@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 
 #: those of a program: a kernel that reads where it may not, or was ended. All others, unknown ones too, are the card's.
 OF_PROGRAMS = frozenset((13, 31, 43, 45, 68, 109))
-_XID = re.compile(r"^\d+,\d+,(\d+),.*?;NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)")
+#: behind the address may follow the instance of MIG: "(PCI:0000:01:00 GPU-I:05)"
+_XID = re.compile(r"^\d+,\d+,(\d+),.*?;NVRM: Xid \(PCI:([0-9a-fA-F:.]+)[^)]*\): (\d+)")
 _DAY_SECONDS = 86400.0
-#: of the kernel's ring, at most
-_RECORDS = 20_000
+#: more than the kernel's ring holds (megabytes on a machine of many processors, the newest records last), in case that
+#: somebody writes without end
+_RECORDS = 1 << 18
 
 
 @dataclasses.dataclass(frozen=True)

@@ -59,6 +59,11 @@ def told(root: Path, log: str) -> list[tuple[State, str]]:
         ("6,1,5000000,-;usb 1-1: new device\n", [(State.OK, "no Xid in the last day")]),
         (xid(31), [(State.WARN, "Xid 31 of 0000:3b:00, 1 times in the last day")]),
         (xid(79) + xid(79), [(State.FAIL, "Xid 79 of 0000:3b:00, 2 times in the last day")]),
+        (xid(95, device="0000:3b:00 GPU-I:05"), [(State.FAIL, "Xid 95 of 0000:3b:00, 1 times in the last day")]),
+        (
+            xid(13, device="0000:3b:00 GPU-I:05 GPU-CI:00"),
+            [(State.WARN, "Xid 13 of 0000:3b:00, 1 times in the last day")],
+        ),
         (xid(4242), [(State.FAIL, "Xid 4242 of 0000:3b:00, 1 times in the last day")]),
         (xid(79, seconds=100), [(State.OK, "no Xid in the last day")]),  # the day before
         (
@@ -72,6 +77,23 @@ def told(root: Path, log: str) -> list[tuple[State, str]]:
 )
 def test_errors_in_the_log(tmp_path: Path, log: str, expected: list[tuple[State, str]]) -> None:
     assert told(tmp_path, log) == expected
+
+
+def test_the_newest_of_a_long_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = iter([b"6,1,5000000,-;usb 1-1: new device\n"] * 30_000 + [xid(79).encode()])
+
+    class System:
+        """With a log of one record a read, as the kernel's."""
+
+        open, close, O_RDONLY, O_NONBLOCK, O_CLOEXEC = lambda *_: 0, lambda _: None, 0, 0, 0
+
+        @staticmethod
+        def read(fd: int, nbytes: int) -> bytes:
+            return next(records, b"")
+
+    monkeypatch.setattr("dask_gpurt.doctor.xid.os", System)
+    (found,) = CHECK.look(node(Tree(tmp_path, PCI)))
+    assert (found.state, found.found) == (State.FAIL, "Xid 79 of 0000:3b:00, 1 times in the last day")
 
 
 def test_a_log_that_cannot_be_read(tmp_path: Path) -> None:
