@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from dask_gpurt.doctor.check import Check
 from dask_gpurt.doctor.finding import fail, na, ok
 from dask_gpurt.doctor.gpu import NVIDIA, pci_devices
-from dask_gpurt.doctor.gpus import is_wanted
+from dask_gpurt.doctor.gpus import is_hidden, is_wanted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -84,7 +84,10 @@ def _cuda(node: Node) -> Iterator[Verdict]:
     system = node.system
     there = pci_devices(system, NVIDIA)
     numbered = [name for name in system.names("dev") if name.startswith("nvidia") and name[6:].isdigit()]
-    if "nvidiactl" not in system.names("dev") and (not there or not is_wanted(node.environ)):
+    if is_hidden(node.environ):
+        yield na(f"CUDA_VISIBLE_DEVICES={node.environ['CUDA_VISIBLE_DEVICES']} hides all GPUs from this process")
+        return
+    if "nvidiactl" not in system.names("dev") and (not there or not is_wanted(node.environ, system)):
         yield na("no NVIDIA GPU for this process")
         return
     toolkit = "the NVIDIA container toolkit, and --gpus all (in Kubernetes its device plugin); outside, the driver"

@@ -121,7 +121,7 @@ class Feed:
 
     def _device(self) -> Device | None:
         """The worker's own; of several that it sees, as dask-cuda's workers do, the first."""
-        if not is_wanted(os.environ):
+        if not is_wanted(os.environ, self._system):
             return None
         return next(iter(visible(os.environ, self._gpu.look())), None)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import itertools
 import os
 import re
 from typing import TYPE_CHECKING
 
+from dask_gpurt.backends import cuda
 from dask_gpurt.doctor.check import Check
 from dask_gpurt.doctor.finding import fail, na, ok, warn
 from dask_gpurt.doctor.gpus import is_wanted, named, visible
@@ -51,7 +53,7 @@ def of_driver(judge: Callable[[Node, Snapshot], Iterator[Verdict]]) -> Callable[
 
 def _seen(node: Node, snapshot: Snapshot) -> Iterator[Verdict]:
     there, known = pci_devices(node.system, NVIDIA), len(snapshot.devices)
-    if not known and (not there or not is_wanted(node.environ)):
+    if not known and (not there or not is_wanted(node.environ, node.system)):
         yield na(f"no NVIDIA GPU for this process ({snapshot.reason or 'none on the PCI bus'})")
         return
     given = node.environ.get("NVIDIA_VISIBLE_DEVICES", "all")
@@ -65,7 +67,8 @@ def _seen(node: Node, snapshot: Snapshot) -> Iterator[Verdict]:
             remedy="look for NVRM and Xid in the kernel log (dmesg), then the driver; in a container --gpus all",
         )
     setting = node.environ.get("CUDA_VISIBLE_DEVICES")
-    missing = [w for w in (setting or "").split(",") if w.strip() and named(w, snapshot) is None] if known else []
+    words = itertools.takewhile(lambda w: w.strip() not in cuda.HIDE, (setting or "").split(","))
+    missing = [w for w in words if w.strip() and named(w, snapshot) is None] if known else []
     if missing:
         yield fail(
             f"CUDA_VISIBLE_DEVICES={setting}, and there is no {', '.join(missing)} among {known} devices",

@@ -13,12 +13,14 @@ import re
 import threading
 from typing import TYPE_CHECKING, Protocol
 
-from dask_gpurt.backends import nvml
+from dask_gpurt.backends import cuda, nvml
 from dask_gpurt.backends.nvml import Device, Load, Snapshot
 from dask_gpurt.errors import GpurtError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from dask_gpurt.backends.system import System
 
 
 class Gpu(Protocol):
@@ -94,10 +96,22 @@ def write(gpu: Gpu, path: str) -> None:
         f.write("\n")
 
 
-def is_wanted(environ: Mapping[str, str]) -> bool:
+def is_hidden(environ: Mapping[str, str]) -> bool:
+    """Whether CUDA_VISIBLE_DEVICES hides all devices on purpose, as of workers for CPUs on a node with GPUs."""
+    setting = environ.get("CUDA_VISIBLE_DEVICES")
+    return setting is not None and setting.partition(",")[0].strip() in ("", *cuda.HIDE)
+
+
+def is_wanted(environ: Mapping[str, str], system: System) -> bool:
     """Whether this process is meant to have an NVIDIA GPU. In a container sysfs shows all those of the host, also to
     workers that were given none on purpose."""
-    if any(environ.get(name) for name in ("NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")):
+    if is_hidden(environ):
+        return False
+    given = environ.get("NVIDIA_VISIBLE_DEVICES")
+    # So the container toolkit is told to give none. With CDI it is set too, and the devices are there all the same.
+    if given in ("", "none", "void") and "nvidiactl" not in system.names("dev"):
+        return False
+    if given or environ.get("CUDA_VISIBLE_DEVICES"):
         return True
     return any(re.search(r"-cu\d\d$", d.name or "") for d in importlib.metadata.distributions())
 

@@ -85,7 +85,7 @@ async def followed(worker: Worker, gpu: Gpu, run: Any) -> Feed:
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed, "EVERY_SECONDS", 0.02)
     monkeypatch.setattr(starved, "LEAST_SECONDS", 0.5)
-    monkeypatch.setattr(feed, "is_wanted", lambda environ: True)
+    monkeypatch.setattr(feed, "is_wanted", lambda *_: True)
 
 
 def spin(i: int) -> int:
@@ -182,7 +182,7 @@ async def test_a_gpu_is_not_asked_for_nothing(c: Any, s: Any, a: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(feed, "EVERY_SECONDS", 0.02)
         for wanted in (True, False):
-            patch.setattr(feed, "is_wanted", lambda environ, wanted=wanted: wanted)
+            patch.setattr(feed, "is_wanted", lambda *_, wanted=wanted: wanted)
             gpu = Asked(Snapshot(devices=(Device(0, "GPU-a", "H200", "0000:3b:00.0"),)))
 
             async def idle() -> None:
@@ -226,7 +226,7 @@ async def test_a_driver_that_raises_does_not_keep_a_worker_from_being_given_back
     one = Feed(a, WorkerSlots(a).seconds, gpu, System())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(feed, "EVERY_SECONDS", 0.02)
-        patch.setattr(feed, "is_wanted", lambda environ: True)
+        patch.setattr(feed, "is_wanted", lambda *_: True)
         one.start()
         running = c.submit(time.sleep, 1)
         await until(lambda: one._task is not None and one._task.done())

@@ -72,8 +72,35 @@ def test_a_worker_for_cpus_on_a_node_with_gpus(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
+    "none",
+    [*({"CUDA_VISIBLE_DEVICES": s} for s in ("", "-1", "-1,0")), *({"NVIDIA_VISIBLE_DEVICES": s} for s in ("void", ""))],
+    ids=str,
+)
+def test_a_worker_that_was_given_none_on_purpose(tmp_path: Path, none: dict[str, str]) -> None:
+    """Its image has libraries for CUDA, as that of its neighbours."""
+    from dask_gpurt.doctor.devices import CHECKS
+
+    about = node(Tree(tmp_path / "container", TWO), gpu=Gpus(Snapshot("NVML: not found")), environ=none)
+    for check in (SEEN, CHECKS[1]):
+        assert [v.state for v in check.look(about)] == [State.NA]
+    if "CUDA_VISIBLE_DEVICES" in none:  # outside of a container the devices are there
+        tree = Tree(tmp_path / "host", TWO | {f"dev/{name}": "" for name in ("nvidiactl", "nvidia-uvm", "nvidia0")})
+        about = node(tree, gpu=gpus(FIRST, SECOND), environ=none)
+        assert [v.state for v in CHECKS[1].look(about)] == [State.NA]
+        assert [v.state for v in SEEN.look(about)] == [State.OK]
+
+
+def test_a_device_by_cdi(tmp_path: Path) -> None:
+    """NVIDIA_VISIBLE_DEVICES is "void" there, and the process has its device."""
+    from dask_gpurt.doctor.gpus import is_wanted
+
+    tree = Tree(tmp_path, {"dev/nvidiactl": ""})
+    assert is_wanted({"NVIDIA_VISIBLE_DEVICES": "void"}, tree)
+
+
+@pytest.mark.parametrize(
     ("setting", "missing"),
-    [("0,1", ""), ("0,2", "2"), ("GPU-aaaa", ""), ("GPU-cccc", "GPU-cccc"), ("", ""), ("-1", "-1")],
+    [("0,1", ""), ("0,2", "2"), ("GPU-aaaa", ""), ("GPU-cccc", "GPU-cccc"), ("", ""), ("-1", ""), ("1,-1,7", ""), ("7,-1", "7")],
 )
 def test_an_index_that_is_not_there(tmp_path: Path, setting: str, missing: str) -> None:
     about = node(Tree(tmp_path, TWO), gpu=gpus(FIRST, SECOND), environ={"CUDA_VISIBLE_DEVICES": setting})
