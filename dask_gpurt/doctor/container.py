@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 _ACCOUNT = "var/run/secrets/kubernetes.io/serviceaccount"
 _SECONDS = 2.0
-_RESOURCES = {"nvidia.com/gpu": NVIDIA, "amd.com/gpu": AMD}
+_GPU = "nvidia.com/gpu"
+#: resource -> vendor, and how its name and those of parts of a GPU begin, as of instances (MIG strategy "mixed")
+_RESOURCES = {_GPU: (NVIDIA, (_GPU, "nvidia.com/mig-")), "amd.com/gpu": (AMD, ("amd.com/",))}
 #: from here on a number of the kernel means "no limit"
 _UNLIMITED = 1 << 60
 
@@ -62,23 +64,25 @@ def _kubernetes(node: Node) -> Iterator[Verdict]:
         yield na(f"the API server does not tell about this pod: {pod}")
         return
     limits = [c.get("resources", {}).get("limits", {}) for c in pod["spec"]["containers"]]
-    for resource, vendor in _RESOURCES.items():
-        asked = sum(int(limit.get(resource, 0)) for limit in limits)
-        visible = len(node.gpu.look().devices)
-        if asked and vendor == NVIDIA and asked != visible:
-            yield fail(
-                f"{node.gpu.prefix}the pod asks for {asked} {resource}, and {visible} are visible in it",
-                expected="as many",
-                meaning="Workers share GPUs, or find none",
-                remedy="the device plugin's log on that node; NVIDIA_VISIBLE_DEVICES must not be set by the image",
-            )
+    # Which of the pod's containers this is is not known; with the MIG strategy "single" an instance is a GPU as well.
+    asked = {int(limit.get(_GPU, 0)) for limit in limits} - {0}
+    visible = sum(len(d.mig_uuids) if d.mig else 1 for d in node.gpu.look().devices)
+    if asked and visible not in asked:
+        yield fail(
+            f"{node.gpu.prefix}the pod asks for {' and '.join(map(str, sorted(asked)))} {_GPU}, "
+            f"and {visible} are visible in it",
+            expected="as many",
+            meaning="Workers share GPUs, or find none",
+            remedy="the device plugin's log on that node; NVIDIA_VISIBLE_DEVICES must not be set by the image",
+        )
     where = _ask(node, token, f"/api/v1/nodes/{pod['spec'].get('nodeName', '')}")
     if isinstance(where, str):
         yield na(f"the API server does not tell about this node: {where}")
         return
-    for resource, vendor in _RESOURCES.items():
+    allocatable = where["status"].get("allocatable", {})
+    for resource, (vendor, names) in _RESOURCES.items():
         there = pci_devices(node.system, vendor)
-        count = int(where["status"].get("allocatable", {}).get(resource, 0))
+        count = sum(int(n) for name, n in allocatable.items() if name.startswith(names))
         if there and not count:
             yield fail(
                 f"{len(there)} GPUs on the PCI bus, and the node offers no {resource}",

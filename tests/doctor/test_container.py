@@ -137,6 +137,24 @@ def test_what_is_wrong(tmp_path: Path, certificate: Path, tree: dict[str, Any], 
     assert text in look(tmp_path, certificate, tree, gpu)
 
 
+def test_a_partitioned_gpu(tmp_path: Path, certificate: Path) -> None:
+    """An instance is a GPU to Kubernetes (strategy "single"), or has a name of its own ("mixed")."""
+    device = Device(0, "GPU-a", "H200", "0000:3b:00.0", mig=True, mig_uuids=("MIG-1", "MIG-2"))
+    gpu = Gpus(Snapshot(devices=(device,)))
+    assert look(tmp_path / "single", certificate, objects("2", "7"), gpu) == ["ok the node offers 7 nvidia.com/gpu"]
+    mixed = objects(None, "0")
+    mixed[NODE]["status"]["allocatable"] |= {"nvidia.com/mig-1g.18gb": "5", "nvidia.com/mig-2g.35gb": "1"}
+    assert look(tmp_path / "mixed", certificate, mixed, gpu) == ["ok the node offers 6 nvidia.com/gpu"]
+
+
+def test_a_pod_of_two_containers_with_gpus(tmp_path: Path, certificate: Path) -> None:
+    tree = objects("1", "8")
+    tree[POD]["spec"]["containers"][1]["resources"] = {"limits": {"nvidia.com/gpu": "2"}}
+    assert look(tmp_path / "one", certificate, tree) == ["ok the node offers 8 nvidia.com/gpu"]
+    found = look(tmp_path / "none", certificate, tree, Gpus(Snapshot("none")))
+    assert found[0] == "fail recorded: the pod asks for 1 and 2 nvidia.com/gpu, and 0 are visible in it"
+
+
 def test_an_api_server_that_does_not_tell(tmp_path: Path, certificate: Path) -> None:
     (found,) = look(tmp_path / "a", certificate, objects(), token="other")
     assert found == "n/a the API server does not tell about this pod: HTTP 401"
