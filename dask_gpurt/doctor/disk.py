@@ -56,8 +56,8 @@ def _folder(folder: str, node: Node, seconds: float) -> Iterator[Verdict]:
         )
         return
     try:
-        os.makedirs(folder, exist_ok=True)
-        space = os.statvfs(folder)
+        place = _place(folder)
+        space = os.statvfs(place)
         if space.f_flag & os.ST_RDONLY:
             raise PermissionError(30, os.strerror(30), folder)
         free = space.f_bavail * space.f_frsize
@@ -69,12 +69,20 @@ def _folder(folder: str, node: Node, seconds: float) -> Iterator[Verdict]:
                 remedy="free space, lower gpurt.tiers.disk-reserve, or " + _SETTING,
             )
             return
-        yield from _busy(folder, node.system, 0.15 * seconds)
-        yield from _measure(folder, kind, free, 0.4 * seconds)
+        yield from _busy(place, node.system, 0.15 * seconds)
+        yield from _measure(place, kind, free, 0.4 * seconds)
     except (OSError, StoreError) as e:
         yield fail(
             f"{folder} cannot be written: {e}", expected="a folder that can be written", meaning=lost, remedy=_SETTING
         )
+
+
+def _place(folder: str) -> str:
+    """The folder, or the one that it would be made in: made here it would stay, and belong to whoever asked."""
+    place = os.path.abspath(folder)
+    while not os.path.lexists(place):
+        place = os.path.dirname(place)
+    return place
 
 
 def _busy(folder: str, system: System, window: float) -> Iterator[Verdict]:

@@ -67,11 +67,19 @@ def test_a_folder_that_cannot_be_made(folder: Path) -> None:
 
 
 def test_a_disk_here_and_nothing_is_left_behind(folder: Path) -> None:
-    found = list(CHECK.look(node(folders=(str(folder), str(folder / "new")))))
+    found = list(CHECK.look(node(folders=(str(folder), str(folder / "new" / "er")))))
     assert {v.state for v in found} <= {State.OK, State.WARN}
     assert sum("MB/s" in v.found for v in found) >= 2
-    assert os.listdir(folder) == ["new"]
-    assert os.listdir(folder / "new") == []
+    assert os.listdir(folder) == []
+
+
+def test_a_link_to_nowhere(folder: Path) -> None:
+    (folder / "link").symlink_to(folder / "nothing")
+    (found,) = CHECK.look(node(folders=(str(folder / "link"),)))
+    assert (found.state, found.found) == (
+        State.FAIL,
+        f"{folder}/link cannot be written: [Errno 2] No such file or directory: '{folder}/link'",
+    )
 
 
 def test_a_slow_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
