@@ -107,10 +107,13 @@ def test_a_disk_that_hardly_moves(folder: Path, monkeypatch: pytest.MonkeyPatch)
     assert os.listdir(folder) == []
 
 
-def test_a_network_mount(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "filesystem_of", lambda path: "nfs4")
+@pytest.mark.parametrize("kind", ["nfs4", "lustre", "fuse.sshfs"])
+def test_a_network_mount(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(disk, "filesystem_of", lambda path: kind)
+    monkeypatch.setattr(disk, "_rate", lambda *_: 1e9)
+    monkeypatch.setattr(disk, "_worst_sync", lambda *_: 0.001)
     found = [v.found for v in CHECK.look(node(folders=(str(folder),))) if v.state is State.WARN]
-    assert f"{folder} is on nfs4, which is a network mount: spilling is slow and competes with transfers" in found
+    assert f"{folder} is on {kind}, which is a network mount: spilling is slow and competes with transfers" in found
 
 
 def test_a_disk_that_others_keep_busy(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

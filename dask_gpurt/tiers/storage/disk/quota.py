@@ -14,13 +14,15 @@ from dask_gpurt.errors import TierFull
 
 logger = logging.getLogger("distributed.worker.gpurt")
 
+_NETWORK = (
+    *("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "wekafs", "glusterfs"),
+    *("fuse.glusterfs", "fuse.ceph", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse"),
+)
 #: file systems on which spilling does not do what one expects, and why
 ODD_FILESYSTEMS = {
     "tmpfs": "keeps its files in memory: spilling to it frees none",
     "ramfs": "keeps its files in memory: spilling to it frees none",
-    "nfs": "is a network mount: spilling is slow and competes with transfers",
-    "nfs4": "is a network mount: spilling is slow and competes with transfers",
-    "cifs": "is a network mount: spilling is slow and competes with transfers",
+    **dict.fromkeys(_NETWORK, "is a network mount: spilling is slow and competes with transfers"),
 }
 
 #: never through a link in the place of the folder itself
