@@ -36,7 +36,7 @@ class SharedObject:
 
 
 def read(path: str) -> SharedObject | None:
-    """One file; None: it is no shared object of 64 bits, or is cut off.
+    """One file; None: it is no shared object of 64 bits, or is cut off, or holds what debuggers need and no code.
 
     Raises
     ------
@@ -49,7 +49,7 @@ def read(path: str) -> SharedObject | None:
         try:
             with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _parse(path, data)
-        except (struct.error, ValueError, IndexError):
+        except (struct.error, ValueError, LookupError):
             return None
 
 
@@ -67,7 +67,7 @@ def _parse(path: str, data: mmap.mmap) -> SharedObject | None:
     for tag, value in entries:
         tags.setdefault(tag, []).append(value)
     address, length = tags[_STRTAB][0], tags[_STRSZ][0]
-    offset = next(h[2] + address - h[3] for h in headers if h[0] == _LOAD and h[3] <= address < h[3] + h[5])
+    (offset, *_) = (h[2] + address - h[3] for h in headers if h[0] == _LOAD and h[3] <= address < h[3] + h[5])
     strings = data[offset : offset + length]
 
     def text(at: int) -> str:

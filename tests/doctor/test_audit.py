@@ -147,11 +147,19 @@ def test_requirements_that_are_not_met(tmp_path: Path) -> None:
 
 def test_files_that_are_no_shared_objects(tmp_path: Path) -> None:
     head = b"\x7fELF\x02\x01" + bytes(26)
+
+    def dynamic(section: bytes) -> bytes:
+        """With a dynamic section, and no other part."""
+        header = struct.pack("<IIQQQQQQ", 2, 0, 120, 120, 0, len(section), len(section), 8)
+        return head + struct.pack("<QQ", 64, 0) + bytes(6) + struct.pack("<HH", 56, 1) + bytes(6) + header + section
+
     broken = {
         "empty.so": b"",
         "text.so": b"INPUT(libx.so)",
         "narrow.so": b"\x7fELF\x01\x01" + bytes(100),
         "cut.so": head,
+        "debug.so": dynamic(b""),  # as objcopy --only-keep-debug makes it
+        "nowhere.so": dynamic(struct.pack("<QQQQ", 5, 1 << 20, 10, 8)),  # its strings are in no part that is loaded
         "far.so": head + struct.pack("<QQ", 1 << 40, 0) + bytes(6) + struct.pack("<HH", 56, 3) + bytes(4),
     }
     for name, data in broken.items():
