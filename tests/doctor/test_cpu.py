@@ -95,6 +95,26 @@ def test_steal_heat_and_frequency(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("boost", "allowed", "text"),
+    [
+        ("1", 2450000, ""),
+        ("1", 1500000, "processors are limited to 1.5 of 2.5 GHz"),
+        ("0", 2450000, "processors are limited to 2.5 of 3.5 GHz"),
+    ],
+)
+def test_a_processor_that_boosts_by_itself(tmp_path: Path, boost: str, allowed: int, text: str) -> None:
+    """An EPYC under acpi-cpufreq, as it is after the start."""
+    cpu0 = "sys/devices/system/cpu/cpu0/cpufreq"
+    files = {
+        "sys/devices/system/cpu/cpufreq/boost": f"{boost}\n",
+        f"{cpu0}/scaling_available_frequencies": "2450000 2000000 1500000 \n",
+        f"{cpu0}/scaling_max_freq": f"{allowed}\n",
+        f"{cpu0}/cpuinfo_max_freq": "3529052\n",
+    }
+    assert [v.found for v in told(CHECK, node(Tree(tmp_path, files)), State.WARN)] == [text] * bool(text)
+
+
 def test_nothing_is_known_of_an_empty_tree(tmp_path: Path) -> None:
     assert [v.state for v in CHECK.look(node(Tree(tmp_path, {})))] == [State.OK, State.OK]
 
