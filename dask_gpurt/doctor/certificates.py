@@ -8,14 +8,18 @@ from __future__ import annotations
 import re
 import ssl
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
 
 _CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
 #: tags of ASN.1
 _SEQUENCE, _VERSION, _UTC_TIME, _GENERALIZED_TIME = 0x30, 0xA0, 0x17, 0x18
 
 
-def end_of(pem: str) -> float:
-    """The earliest end among the certificates in PEM text or a file, in seconds since 1970.
+def end_of(pem: str, of: Callable[[Iterable[float]], float] = min) -> float:
+    """The earliest end among the certificates in PEM text or a file, or another one of them, in seconds since 1970.
 
     Raises
     ------
@@ -30,7 +34,7 @@ def end_of(pem: str) -> float:
     found = _CERTIFICATE.findall(pem)
     if not found:
         raise ValueError("there is no certificate in it")
-    return min(_end(ssl.PEM_cert_to_DER_cert(text)) for text in found)
+    return of(_end(ssl.PEM_cert_to_DER_cert(text)) for text in found)
 
 
 def _end(der: bytes) -> float:

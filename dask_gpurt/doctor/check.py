@@ -47,6 +47,8 @@ class Node:
     clock_seconds: float | None = None
     #: paths of PEM files or their text
     certificates: tuple[str, ...] = ()
+    #: and of authorities: one of several in a file may have ended, as when they change
+    authorities: tuple[str, ...] = ()
     #: between two looks
     window_seconds: float = 1.0
 

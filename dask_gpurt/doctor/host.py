@@ -120,12 +120,14 @@ def _clock(node: Node) -> Iterator[Verdict]:
 
 
 def _tls(node: Node) -> Iterator[Verdict]:
-    if not node.certificates:
+    # All of a chain have to be valid, and one of the authorities: while they change the old one stays beside the new.
+    ends = {**dict.fromkeys(node.authorities, max), **dict.fromkeys(node.certificates, min)}
+    if not ends:
         yield na("no certificates are configured")
-    for pem in node.certificates:
+    for pem, which in ends.items():
         name = pem if "\n" not in pem else "the certificate in the configuration"
         try:
-            days = (end_of(pem) - time.time()) / 86400
+            days = (end_of(pem, which) - time.time()) / 86400
         except (OSError, ValueError) as e:
             yield fail(
                 f"{name} cannot be read: {e}",

@@ -34,8 +34,9 @@ def here(gpu: Gpu | None = None) -> Node:
         The settings are wrong.
     """
     tiers = Settings.load().tiers
-    tls = ("scheduler.cert", "worker.cert", "client.cert", "ca-file")
-    paths = [dask.config.get(f"distributed.comm.tls.{name}", None) for name in tls]
+    whose = ("scheduler", "worker", "client")
+    certificates = [dask.config.get(f"distributed.comm.tls.{name}.cert", None) for name in whose]
+    authority = dask.config.get("distributed.comm.tls.ca-file", None)
     scratch = dask.config.get("temporary-directory", None) or tempfile.gettempdir()
     return Node(
         System(),
@@ -43,7 +44,8 @@ def here(gpu: Gpu | None = None) -> Node:
         os.environ,
         folders=tiers.directories or (str(scratch),),
         reserve_bytes=tiers.disk_reserve,
-        certificates=tuple(dict.fromkeys(str(path) for path in paths if path)),
+        certificates=tuple(dict.fromkeys(str(path) for path in certificates if path)),
+        authorities=(str(authority),) if authority else (),
     )
 
 

@@ -65,7 +65,8 @@ def node_of(worker: Worker, settings: TierSettings, **known: Any) -> Node:
         threads=worker.state.nthreads,
         memory_limit_bytes=worker.memory_manager.memory_limit,
         clock_seconds=worker.scheduler_delay,
-        certificates=tuple(str(pem) for pem in (security.tls_worker_cert, security.tls_ca_file) if pem),
+        certificates=(str(security.tls_worker_cert),) if security.tls_worker_cert else (),
+        authorities=(str(security.tls_ca_file),) if security.tls_ca_file else (),
         **known,
     )
 

@@ -133,6 +133,18 @@ def test_certificates(tmp_path: Path, days: int, state: State) -> None:
 
 
 @pytest.mark.parametrize(
+    ("first", "second", "state"), [(-2, 400, State.OK), (3, 400, State.OK), (-2, 5, State.WARN), (-9, -2, State.FAIL)]
+)
+def test_authorities_that_change(tmp_path: Path, first: int, second: int, state: State) -> None:
+    """A file with the old one and the new, as all systems' bundles have them too."""
+    path = tmp_path / "ca.pem"
+    path.write_text(certificate(first) + certificate(second))
+    assert [v.state for v in TLS.look(node(authorities=(str(path),)))] == [state]
+    both = [v.state for v in TLS.look(node(authorities=(str(path),), certificates=(certificate(100),)))]
+    assert both == [state, State.OK]
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "",
