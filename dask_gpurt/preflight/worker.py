@@ -38,6 +38,8 @@ PROBE_BYTES = 1 << 20
 PROBE_SECONDS = 5.0
 #: for an answer of the scheduler
 ANSWER_SECONDS = 30.0
+#: before each further attempt
+AGAIN_SECONDS = (1.0, 5.0, 20.0, 60.0)
 #: where nothing waits for the checks: without tasks for so long first, and so long at most until they begin
 QUIET_SECONDS = 3.0
 PATIENCE_SECONDS = 60.0
@@ -75,8 +77,7 @@ class Preflight:
 
     async def _prove(self) -> None:
         try:
-            node = await asyncio.to_thread(self._node_class)
-            answer = await self._tell(node=node.to_dict())
+            answer = await self._introduce(await asyncio.to_thread(self._node_class))
             if answer.get("check"):
                 await self._check(answer)
         except OSError as e:  # also that of an answer that does not come: the scheduler closes, or is busy
@@ -86,6 +87,17 @@ class Preflight:
             broken = Finding("preflight", State.WARN, f"{type(e).__name__}: {e}", "checks that run to their end")
             with contextlib.suppress(OSError):
                 await self._tell(report=_report([broken], None, {}))
+
+    async def _introduce(self, node: NodeClass) -> dict[str, Any]:
+        """Tell the class. Again where no answer comes, as of a scheduler that takes in a large graph: tasks that ask
+        for this class would wait for it for ever."""
+        for seconds in AGAIN_SECONDS:
+            try:
+                return await self._tell(node=node.to_dict())
+            except OSError as e:
+                logger.info("dask-gpurt: the scheduler was not told of this node, and is told again: %r", e)
+                await asyncio.sleep(seconds)
+        return await self._tell(node=node.to_dict())
 
     def _node_class(self) -> NodeClass:
         gpus, driver = nvml.gpus()

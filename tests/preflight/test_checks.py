@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dask_gpurt.preflight import checks, known_answer
+from dask_gpurt.preflight import checks, known_answer, worker
 from dask_gpurt.preflight.checks import Finding, Plan, State
+from dask_gpurt.preflight.worker import Preflight
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -141,3 +144,21 @@ def test_a_finding_travels() -> None:
     assert finding.said() == "disk: x, expected y. Remedy: z"
     with pytest.raises(ValueError, match="soso"):
         Finding.from_dict({"check": "x", "state": "soso"})
+
+
+@pytest.mark.parametrize(("silent", "tells"), [(0, 1), (2, 3), (99, 5)])
+def test_the_class_is_told_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: int, tells: int) -> None:
+    """A scheduler that takes in a large graph does not answer for a while."""
+    told: list[dict[str, Any]] = []
+
+    async def answer(worker: str, node: dict[str, Any]) -> dict[str, Any]:
+        told.append(node)
+        if len(told) <= silent:
+            raise TimeoutError
+        return {}
+
+    monkeypatch.setattr(worker, "AGAIN_SECONDS", (0.0,) * 4)
+    fake: Any = SimpleNamespace(scheduler=SimpleNamespace(gpurt_preflight=answer), contact_address="tcp://a:1")
+    asyncio.run(Preflight(fake, [str(tmp_path)])._prove())
+    assert len(told) == tells
+    assert all(node["key"] == told[0]["key"] for node in told)
