@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from dask_gpurt.doctor.check import Check
 from dask_gpurt.doctor.finding import Finding, fail, findings_of, ok, warn
+from dask_gpurt.doctor.gpu import AMD, NVIDIA, pci_devices
+from dask_gpurt.doctor.gpus import is_wanted
 from dask_gpurt.doctor.installed import Installed, normal
 
 if TYPE_CHECKING:
@@ -144,8 +146,11 @@ def report(backend: str | None) -> list[Finding]:
 
 
 def _look(node: Node) -> Iterator[Verdict]:
-    vendors = {node.system.text("sys/bus/pci/devices", d, "vendor") for d in node.system.names("sys/bus/pci/devices")}
-    yield from audit("cuda" if "0x10de" in vendors else "rocm" if "0x1002" in vendors else None)
+    # Not for a worker that was given none of the GPUs that sysfs shows: it has no driver's library, and needs none.
+    if pci_devices(node.system, NVIDIA):
+        yield from audit("cuda" if is_wanted(node.environ, node.system) else None)
+    else:
+        yield from audit("rocm" if pci_devices(node.system, AMD) else None)
 
 
 CHECK = Check(

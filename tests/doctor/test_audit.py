@@ -16,8 +16,10 @@ from click.testing import CliRunner
 
 from dask_gpurt.cli import gpurt
 from dask_gpurt.doctor import elf
-from dask_gpurt.doctor.audit import audit
+from dask_gpurt.doctor.audit import CHECK, audit
 from dask_gpurt.doctor.finding import State
+
+from .trees import Tree, node, told
 
 SUFFIX = importlib.machinery.EXTENSION_SUFFIXES[0]
 _EXTENSION = """
@@ -133,6 +135,26 @@ def test_a_library_of_cuda_in_any_distribution(site: Path) -> None:
     assert found.remedy.startswith("the driver of the GPU")
     states = [v.found for v in audit("cpu", [str(site)]) if v.state is State.FAIL]
     assert any(text.startswith("1 distributions for CUDA") and "thing" in text for text in states)
+
+
+@pytest.mark.parametrize(
+    ("kind", "environ", "state"),
+    [
+        ("0x030200", {"NVIDIA_VISIBLE_DEVICES": "all"}, State.FAIL),
+        ("0x030200", {"CUDA_VISIBLE_DEVICES": ""}, State.WARN),
+        ("0x030200", {"NVIDIA_VISIBLE_DEVICES": "void"}, State.WARN),
+        ("0x0c0330", {"NVIDIA_VISIBLE_DEVICES": "all"}, State.WARN),  # a port for USB
+    ],
+)
+def test_the_driver_is_missed_where_a_gpu_is_to_be_used(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, environ: dict[str, str], state: State
+) -> None:
+    outer = site / "thing.libs" / "libgpurtouter.so"
+    outer.write_bytes(outer.read_bytes().replace(b"libgpurtinner.so.1\0", b"libcuda.so.1\0".ljust(19, b"\0")))
+    monkeypatch.setattr(sys, "path", [str(site)])
+    pci = {"sys/bus/pci/devices/x/vendor": "0x10de", "sys/bus/pci/devices/x/class": kind}
+    (found,) = told(CHECK, node(Tree(tmp_path / "tree", pci), environ=environ), state)
+    assert "cannot be imported without libcuda.so.1, which libgpurtouter.so needs" in found.found
 
 
 def test_requirements_that_are_not_met(tmp_path: Path) -> None:
