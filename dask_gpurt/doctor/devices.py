@@ -67,7 +67,8 @@ def _rocm(node: Node) -> Iterator[Verdict]:
             if "ENOENT" in why
             else "add this user to the groups video and render (--group-add of the container)",
         )
-    for card in system.names("sys/class/drm"):
+    # Not renderD128 beside card0: the same device under another name.
+    for card in (name for name in system.names("sys/class/drm") if name.startswith("card")):
         errors = system.fields("sys/class/drm", card, "device/ras/umc_err_count").get("ue", 0)
         if errors:
             yield fail(

@@ -69,7 +69,8 @@ def test_a_user_without_rights(tmp_path: Path) -> None:
 
 
 def test_errors_of_amd_memory(tmp_path: Path) -> None:
-    tree = Tree(tmp_path, {**AMD, "sys/class/drm/card0/device/ras/umc_err_count": "ue: 2\nce: 40\n"})
+    errors = {f"sys/class/drm/{name}/device/ras/umc_err_count": "ue: 2\nce: 40\n" for name in ("card0", "renderD128")}
+    tree = Tree(tmp_path, {**AMD, **errors})
     (found,) = told(ROCM, node(tree), State.FAIL)
     assert found.found == "card0 had 2 memory errors that could not be corrected"
 
