@@ -67,7 +67,7 @@ def _seen(node: Node, snapshot: Snapshot) -> Iterator[Verdict]:
             remedy="look for NVRM and Xid in the kernel log (dmesg), then the driver; in a container --gpus all",
         )
     setting = node.environ.get("CUDA_VISIBLE_DEVICES")
-    words = itertools.takewhile(lambda w: w.strip() not in cuda.HIDE, (setting or "").split(","))
+    words = list(itertools.takewhile(lambda w: w.strip() not in cuda.HIDE, (setting or "").split(",")))
     missing = [w for w in words if w.strip() and named(w, snapshot) is None] if known else []
     if missing:
         yield fail(
@@ -76,8 +76,17 @@ def _seen(node: Node, snapshot: Snapshot) -> Iterator[Verdict]:
             meaning="CUDA leaves out that device and all that are named after it",
             remedy="CUDA_VISIBLE_DEVICES with devices of this machine, or unset it",
         )
+    names = sorted({d.name for d in snapshot.devices})
+    by_bus = node.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+    if len(names) > 1 and not by_bus and any(w.strip().isdigit() for w in words):
+        yield warn(
+            f"CUDA_VISIBLE_DEVICES={setting} counts GPUs of several models: {', '.join(names)}",
+            expected="CUDA_DEVICE_ORDER=PCI_BUS_ID where models differ, or UUIDs",
+            meaning="CUDA counts the fastest first, nvidia-smi and these checks (T4, T5, T14, T15) by the bus: "
+            "an index may be another GPU there",
+            remedy="CUDA_DEVICE_ORDER=PCI_BUS_ID for all workers, or UUIDs in CUDA_VISIBLE_DEVICES",
+        )
     if known:
-        names = sorted({d.name for d in snapshot.devices})
         yield ok(f"{known} of {len(there) or known} GPUs: {', '.join(names)}")
 
 
@@ -229,7 +238,8 @@ CHECKS = (
         id="T1",
         name="Visible GPUs",
         looks_at="NVIDIA devices on the PCI bus, NVML, CUDA_VISIBLE_DEVICES",
-        fails_when="fail: more on the bus than the driver knows, a device that is not there in CUDA_VISIBLE_DEVICES",
+        fails_when="fail: more on the bus than the driver knows, a device that is not there in CUDA_VISIBLE_DEVICES; "
+        "warn: indices there of GPUs that differ, without CUDA_DEVICE_ORDER=PCI_BUS_ID",
         remedy="the kernel log, the driver, the variable",
         look=of_driver(_seen),
     ),

@@ -73,7 +73,10 @@ def test_a_worker_for_cpus_on_a_node_with_gpus(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize(
     "none",
-    [*({"CUDA_VISIBLE_DEVICES": s} for s in ("", "-1", "-1,0")), *({"NVIDIA_VISIBLE_DEVICES": s} for s in ("void", ""))],
+    [
+        *({"CUDA_VISIBLE_DEVICES": s} for s in ("", "-1", "-1,0")),
+        *({"NVIDIA_VISIBLE_DEVICES": s} for s in ("void", "")),
+    ],
     ids=str,
 )
 def test_a_worker_that_was_given_none_on_purpose(tmp_path: Path, none: dict[str, str]) -> None:
@@ -100,7 +103,10 @@ def test_a_device_by_cdi(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("setting", "missing"),
-    [("0,1", ""), ("0,2", "2"), ("GPU-aaaa", ""), ("GPU-cccc", "GPU-cccc"), ("", ""), ("-1", ""), ("1,-1,7", ""), ("7,-1", "7")],
+    [
+        *(("0,1", ""), ("0,2", "2"), ("GPU-aaaa", ""), ("GPU-cccc", "GPU-cccc")),
+        *(("", ""), ("-1", ""), ("1,-1,7", ""), ("7,-1", "7")),
+    ],
 )
 def test_an_index_that_is_not_there(tmp_path: Path, setting: str, missing: str) -> None:
     about = node(Tree(tmp_path, TWO), gpu=gpus(FIRST, SECOND), environ={"CUDA_VISIBLE_DEVICES": setting})
@@ -108,6 +114,23 @@ def test_an_index_that_is_not_there(tmp_path: Path, setting: str, missing: str) 
     assert bool(found) is bool(missing)
     if missing:
         assert f"and there is no {missing} among 2 devices" in found[0].found
+
+
+@pytest.mark.parametrize(
+    ("environ", "warns"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "1"}, True),
+        ({"CUDA_VISIBLE_DEVICES": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, False),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-aaaa"}, False),
+        ({}, False),
+    ],
+)
+def test_gpus_that_differ_are_counted_in_two_orders(tmp_path: Path, environ: dict[str, str], warns: bool) -> None:
+    slow = dataclasses.replace(FIRST, name="T400")
+    tree = Tree(tmp_path, TWO)
+    found = [v.found for v in told(SEEN, node(tree, gpu=gpus(slow, SECOND), environ=environ), State.WARN)]
+    assert found == ["recorded: CUDA_VISIBLE_DEVICES=1 counts GPUs of several models: H200, T400"] * warns
+    assert not told(SEEN, node(tree, gpu=gpus(FIRST, SECOND), environ=environ), State.WARN)
 
 
 @pytest.mark.parametrize(
