@@ -85,7 +85,9 @@ class _Running:
 
     def _run(self) -> None:
         try:
-            self._verdicts = list(self.check.look(self._node))
+            # One by one: what was found before it hangs or raises is true.
+            for verdict in self.check.look(self._node):
+                self._verdicts.append(verdict)
         except BaseException as e:  # whatever a broken node raises
             self._error = e
         self._seconds = time.monotonic() - self.started
@@ -105,7 +107,7 @@ class _Running:
                 else "Nothing is known about what this check looks at: the machine is busy, or it hangs",
                 f"look at {self.check.looks_at} by hand (a dead network mount, a driver that hangs: dmesg)",
             )
-            return findings_of(self.check.id, self.check.name, [verdict], seconds)
+            return findings_of(self.check.id, self.check.name, [*self._verdicts, verdict], seconds)
         if self._error is not None:
             verdict = Verdict(
                 State.WARN,
@@ -114,7 +116,7 @@ class _Running:
                 "Nothing is known about what this check looks at",
                 f"look at {self.check.looks_at} by hand, and report this",
             )
-            return findings_of(self.check.id, self.check.name, [verdict], self._seconds)
+            return findings_of(self.check.id, self.check.name, [*self._verdicts, verdict], self._seconds)
         return findings_of(self.check.id, self.check.name, self._verdicts, self._seconds)
 
 

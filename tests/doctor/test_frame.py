@@ -97,6 +97,24 @@ def test_a_check_that_raises_is_a_finding() -> None:
     assert found.found == "the check ended with SystemExit: out of order"
 
 
+@pytest.mark.parametrize("hangs", [False, True])
+def test_what_was_found_before_is_kept(hangs: bool) -> None:
+    release = threading.Event()
+
+    def look(node: Node) -> Iterator[Verdict]:
+        yield broken("it is gone")
+        if not hangs:
+            raise KeyError("spec")
+        release.wait(60)
+
+    try:
+        first, second = run([check(look, f"K{hangs}", limit_seconds=0.2)], node())
+    finally:
+        release.set()
+    assert (first.state, first.found) == (State.FAIL, "it is gone")
+    assert second.found.startswith("no answer after" if hangs else "the check ended with KeyError")
+
+
 def test_what_measures_runs_while_nothing_else_does() -> None:
     running: set[str] = set()
     beside: list[set[str]] = []
