@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -102,7 +103,8 @@ class Preflight:
     def _node_class(self) -> NodeClass:
         gpus, driver = nvml.gpus()
         folder = self._folders[0] if self._folders else self._worker.local_directory
-        return node_class(System(), folder, gpus, stack(driver))
+        # Often a link: /scratch to a disk of its own, say.
+        return node_class(System(), os.path.realpath(folder), gpus, stack(driver))
 
     async def _check(self, wanted: dict[str, Any]) -> None:
         """Run the checks and report until the scheduler has heard enough."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from dask_gpurt.backends.system import System
 from dask_gpurt.preflight import checks, known_answer, worker
 from dask_gpurt.preflight.checks import Finding, Plan, State
 from dask_gpurt.preflight.worker import Preflight
@@ -144,6 +145,18 @@ def test_a_finding_travels() -> None:
     assert finding.said() == "disk: x, expected y. Remedy: z"
     with pytest.raises(ValueError, match="soso"):
         Finding.from_dict({"check": "x", "state": "soso"})
+
+
+def test_the_file_system_is_that_behind_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounts = tmp_path / "proc" / "self" / "mounts"
+    mounts.parent.mkdir(parents=True)
+    real = tmp_path / "disk"
+    real.mkdir()
+    mounts.write_text(f"/dev/sda / ext4 rw 0 0\n/dev/sdb {real} xfs rw 0 0\n")
+    (tmp_path / "scratch").symlink_to(real)
+    monkeypatch.setattr(worker, "System", lambda: System(tmp_path))
+    fake: Any = SimpleNamespace(local_directory="/unused")
+    assert Preflight(fake, [str(tmp_path / "scratch")])._node_class().filesystem == "xfs"
 
 
 @pytest.mark.parametrize(("silent", "tells"), [(0, 1), (2, 3), (99, 5)])
