@@ -100,9 +100,11 @@ class System:
             out += [folder for folder in folders if os.path.isdir(self.path(folder))]
         return out
 
-    def wait(self, seconds: float) -> None:
-        """Let time pass between two looks."""
+    def wait(self, seconds: float) -> float:
+        """Let time pass between two looks; the seconds that have passed, which are more on a busy machine."""
+        started = time.monotonic()
         time.sleep(seconds)
+        return time.monotonic() - started
 
     def cpu(self) -> str:
         """The model; the architecture where the kernel does not tell it."""

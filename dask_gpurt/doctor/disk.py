@@ -89,12 +89,12 @@ def _busy(folder: str, system: System, window: float) -> Iterator[Verdict]:
     """What others do to the disk."""
     device = os.stat(folder).st_dev
     before = _requests(system, device)
-    system.wait(window)
+    seconds = system.wait(window)
     after = _requests(system, device)
     if before is None or after is None:
         return
     done, waited, busy = (b - a for a, b in zip(before, after, strict=True))
-    share, each = busy / 1e3 / window, waited / 1e3 / max(1, done)
+    share, each = busy / 1e3 / seconds, waited / 1e3 / max(1, done)
     if share > _BUSY and each > _AWAIT_SECONDS:
         yield warn(
             f"the disk of {folder} is busy for {share:.0%} of the time, {each * 1e3:.0f} ms a request",

@@ -84,14 +84,14 @@ def _swap(node: Node) -> Iterator[Verdict]:
         return fields["pswpin"] + fields["pswpout"] if {"pswpin", "pswpout"} <= fields.keys() else None
 
     before = pages()
-    node.system.wait(node.window_seconds)
+    seconds = node.system.wait(node.window_seconds)
     after = pages()
     memory = node.system.fields("proc/meminfo")
     used = (memory.get("SwapTotal", 0) - memory.get("SwapFree", 0)) / 1024
     if before is None or after is None:
         yield na("the kernel does not tell")
         return
-    rate = (after - before) / node.window_seconds
+    rate = (after - before) / seconds
     if rate > _SWAPPING:
         yield warn(
             f"{rate:.0f} pages/s are swapped, {used:.0f} MiB are in swap",

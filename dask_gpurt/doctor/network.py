@@ -89,10 +89,10 @@ def agree(found: Iterable[Interface]) -> Iterator[Verdict]:
 
 def _look(node: Node) -> Iterator[Verdict]:
     before, drops = _segments(node.system), _drops()
-    node.system.wait(node.window_seconds)
+    seconds = node.system.wait(node.window_seconds)
     yield from _judge_segments(before, _segments(node.system), node.window_seconds)
     for name, count in _drops().items():
-        rate = (count - drops.get(name, count)) / node.window_seconds
+        rate = (count - drops.get(name, count)) / seconds
         if rate > _DROPS_PER_SECOND:
             yield warn(
                 f"{name} drops {rate:.0f} packets/s",

@@ -128,3 +128,6 @@ def test_a_disk_that_others_keep_busy(folder: Path, tmp_path_factory: pytest.Tem
     assert [v.found for v in found] == [f"the disk of {folder} is busy for 100% of the time, 50 ms a request"]
     assert not list(disk._busy(str(folder), Tree(root, stats(100, 500, 1000), stats(110, 600, 1300)), 0.3))
     assert not list(disk._busy(str(folder), Tree(root, {"proc/diskstats": ""}), 0.3))
+    late = Tree(root, stats(100, 500, 1000), stats(110, 1000, 1300))
+    late.late = 2.0  # of a machine that has no processor left: busy for half of the time
+    assert not list(disk._busy(str(folder), late, 0.3))

@@ -107,8 +107,11 @@ def test_segments_that_a_real_interface_loses() -> None:
 
 
 def test_packets_that_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = iter([{"eth0": 5, "eth1": 5}, {"eth0": 6, "eth1": 25}])
+    counts = iter([{"eth0": 5, "eth1": 5}, {"eth0": 6, "eth1": 25}] * 2)
     monkeypatch.setattr(network, "_drops", lambda: next(counts))
+    tree = Tree(tmp_path, {})
+    tree.late = 2.0
+    assert not told(network.CHECK, node(tree, window_seconds=1.0), State.WARN)  # ten a second
     (found,) = told(network.CHECK, node(Tree(tmp_path, {}), window_seconds=1.0), State.WARN)
     assert found.found == "eth1 drops 20 packets/s"
     assert "ethtool -G eth1" in found.remedy
