@@ -79,6 +79,8 @@ class Installed:
     def _of_system(self) -> set[str]:
         """File names that the loader knows."""
         folders = [*os.environ.get("LD_LIBRARY_PATH", "").split(":"), *_FOLDERS]
+        # Those of Debian, which images without a cache (distroless) have too.
+        folders += [f"{folder}/{sysconfig.get_config_var('MULTIARCH')}" for folder in _FOLDERS]
         folders += [sysconfig.get_config_var("LIBDIR") or "", os.path.join(sys.base_prefix, "lib")]
         out: set[str] = set()
         for folder in folders:

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from dask_gpurt.cli import gpurt
-from dask_gpurt.doctor import elf
+from dask_gpurt.doctor import elf, installed
 from dask_gpurt.doctor.audit import CHECK, audit
 from dask_gpurt.doctor.finding import State
 
@@ -106,6 +106,11 @@ def test_a_library_that_another_distribution_ships(site: Path, tmp_path: Path) -
     distribution(other, "libinner", ("libgpurtinner.so.1",))
     assert [v for v in audit(path=[str(site)]) if v.state is State.FAIL]
     assert not [v for v in audit(path=[str(site), str(other)]) if v.state is State.FAIL]
+
+
+def test_an_image_without_a_cache_of_the_loader(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installed, "_CACHE", "/nothing")
+    assert not [v.found for v in audit(path=[str(site)]) if v.state is State.FAIL]
 
 
 def test_who_brings_cuda_and_rocm(tmp_path: Path) -> None:
