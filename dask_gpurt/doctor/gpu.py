@@ -32,11 +32,14 @@ _RESET = "nvidia-smi --gpu-reset with nothing running, or a reboot"
 
 
 def pci_devices(system: System, vendor: str) -> list[str]:
-    """Bus ids of display and compute devices of a vendor."""
+    """Bus ids of display and compute devices of a vendor. Not those that a device lends to virtual machines, as on a
+    host for vGPUs: they have a ``physfn``."""
     return [
         d
         for d in system.names(_PCI)
-        if system.text(_PCI, d, "vendor") == vendor and (system.number(_PCI, d, "class") or 0) >> 16 in (0x03, 0x12)
+        if system.text(_PCI, d, "vendor") == vendor
+        and (system.number(_PCI, d, "class") or 0) >> 16 in (0x03, 0x12)
+        and not os.path.lexists(system.path(_PCI, d, "physfn"))
     ]
 
 

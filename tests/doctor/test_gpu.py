@@ -53,6 +53,8 @@ def test_a_gpu_that_has_fallen_off_the_bus(tmp_path: Path) -> None:
     assert not told(SEEN, node(tree, gpu=gpus(FIRST), environ={"NVIDIA_VISIBLE_DEVICES": "GPU-aaaa-0"}), State.FAIL)
     (found,) = told(SEEN, node(tree, gpu=Gpus(Snapshot("NVML: Driver Not Loaded"))), State.FAIL)
     assert found.found.endswith("0 known to the driver (NVML: Driver Not Loaded)")
+    lent = Tree(tmp_path / "lent", TWO | pci("0000:3b:00.4", "0000:3b:00.5", **{"physfn/vendor": "0x10de\n"}))
+    assert not told(SEEN, node(lent, gpu=gpus(FIRST, SECOND)), State.FAIL)
     audio = {"sys/bus/pci/devices/x/vendor": "0x10de\n", "sys/bus/pci/devices/x/class": "0x040300\n"}
     assert [v.state for v in SEEN.look(node(Tree(tmp_path / "audio", audio)))] == [State.NA]
 
