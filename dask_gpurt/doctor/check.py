@@ -83,6 +83,13 @@ class _Running:
         self._seconds = 0.0
         self.thread = threading.Thread(target=self._run, name=f"gpurt-doctor-{check.id}", daemon=True)
 
+    def start(self) -> None:
+        """Begin; that no thread can be had is a finding too."""
+        try:
+            self.thread.start()
+        except RuntimeError as e:
+            self._error = e
+
     def _run(self) -> None:
         try:
             # One by one: what was found before it hangs or raises is true.
@@ -148,13 +155,14 @@ def _start(check: Check, node: Node) -> _Running:
     if before is not None and before.thread.is_alive():
         return before
     one = _Running(check, node)
-    one.thread.start()
+    one.start()
     return one
 
 
 def _wait(one: _Running, deadline: float) -> None:
     until = min(deadline, one.started + one.check.limit_seconds)
-    one.thread.join(max(0.0, until - time.monotonic()))
+    if one.thread.is_alive():
+        one.thread.join(max(0.0, until - time.monotonic()))
     if one.thread.is_alive():
         _hanging[one.check.id] = one
     elif _hanging.get(one.check.id) is one:

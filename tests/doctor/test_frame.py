@@ -97,6 +97,21 @@ def test_a_check_that_raises_is_a_finding() -> None:
     assert found.found == "the check ended with SystemExit: out of order"
 
 
+def test_a_check_without_a_thread_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose limit of processes is reached."""
+    real = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "gpurt-doctor-N1":
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    lacks, other = run([check(good, "N1"), check(good, "N2")], node())
+    assert (lacks.state, lacks.found) == (State.WARN, "the check ended with RuntimeError: can't start new thread")
+    assert other.state is State.OK
+
+
 @pytest.mark.parametrize("hangs", [False, True])
 def test_what_was_found_before_is_kept(hangs: bool) -> None:
     release = threading.Event()
