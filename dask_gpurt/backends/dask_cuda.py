@@ -197,6 +197,8 @@ def visible_gpus() -> tuple[list[str], str]:
     """The devices that this process may use, as CUDA_VISIBLE_DEVICES names them; with a reason where there are none."""
     snapshot = nvml.look()
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None and snapshot.reason:  # with one that is lost, CUDA may count the others in another way
+        return [], snapshot.reason
     if named is None or not snapshot.devices:
         return [str(d.index) for d in snapshot.devices], snapshot.reason or "NVML finds no device"
     words = [word.strip() for word in named.split(",") if word.strip()]

@@ -72,7 +72,7 @@ class Device:
 class Snapshot:
     """What the driver says of all GPUs at one moment; plain values, so that it can be written as JSON."""
 
-    #: why the driver cannot be asked; empty: it answered
+    #: why the driver cannot be asked, or some of the devices; empty: it answered
     reason: str = ""
     driver: str = ""
     #: 1000 x major + 10 x minor; 0: unknown
@@ -136,11 +136,18 @@ def look() -> Snapshot:
     """The GPUs of this machine now; with a reason where there is no driver. Never raises."""
     try:
         with _library() as pynvml:
+            devices, lost = [], []
+            for i in range(pynvml.nvmlDeviceGetCount()):
+                try:
+                    devices.append(_device(pynvml, i))
+                except pynvml.NVMLError as e:  # such as one that has fallen off the bus; the others are as they were
+                    lost.append(f"GPU {i}: NVML: {e}")
             return Snapshot(
+                "; ".join(lost),
                 driver=_text(pynvml.nvmlSystemGetDriverVersion()),
                 cuda_of_driver=int(pynvml.nvmlSystemGetCudaDriverVersion_v2()),
                 cuda_of_runtime=_runtime(),
-                devices=tuple(_device(pynvml, i) for i in range(pynvml.nvmlDeviceGetCount())),
+                devices=tuple(devices),
             )
     except _Unavailable as e:
         return Snapshot(str(e), cuda_of_runtime=_runtime())
@@ -163,12 +170,14 @@ def gpus() -> tuple[tuple[Gpu, ...], str]:
     try:
         with _library() as pynvml:
             found: list[Gpu] = []
-            for i in range(pynvml.nvmlDeviceGetCount()):
-                handle = pynvml.nvmlDeviceGetHandleByIndex(i)
-                ask = _asker(pynvml, handle)
-                mode, _ = ask(pynvml.nvmlDeviceGetMigMode) or (0, 0)
-                found += [_gpu(pynvml, part) for part in (_instances(pynvml, ask) if mode else []) or [handle]]
-            return tuple(found), _text(pynvml.nvmlSystemGetDriverVersion())
+            count = pynvml.nvmlDeviceGetCount()
+            for i in range(count):
+                with contextlib.suppress(pynvml.NVMLError):  # it is lost, the others are not
+                    handle = pynvml.nvmlDeviceGetHandleByIndex(i)
+                    ask = _asker(pynvml, handle)
+                    mode, _ = ask(pynvml.nvmlDeviceGetMigMode) or (0, 0)
+                    found += [_gpu(pynvml, part) for part in (_instances(pynvml, ask) if mode else []) or [handle]]
+            return (tuple(found), _text(pynvml.nvmlSystemGetDriverVersion())) if found or not count else ((), "")
     except _Unavailable:
         return (), ""
 

@@ -61,7 +61,7 @@ def _seen(node: Node, snapshot: Snapshot) -> Iterator[Verdict]:
         return
     given = node.environ.get("NVIDIA_VISIBLE_DEVICES", "all")
     # In a container sysfs shows the devices of the host, and the driver those that the container was given.
-    if len(there) > known and (given == "all" or not known):
+    if len(there) > known and (given == "all" or snapshot.reason or not known):
         yield fail(
             f"{len(there)} NVIDIA GPUs on the PCI bus, {known} known to the driver"
             + (f" ({snapshot.reason})" if snapshot.reason else ""),

@@ -95,6 +95,27 @@ def test_an_error_is_no_gpu(fails: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert nvml.gpus() == ((), "")
 
 
+def test_a_lost_gpu_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    lib = library({})
+
+    def handle(i: int) -> int:
+        if i == 0:
+            raise NVMLError("GPU is lost")
+        return i
+
+    lib.nvmlDeviceGetHandleByIndex = handle
+    monkeypatch.setitem(sys.modules, "pynvml", lib)
+    monkeypatch.setattr(nvml, "_device", lambda lib, i: nvml.Device(handle(i), "GPU-b", "A100", "0000:5e:00.0"))
+    lib.nvmlSystemGetCudaDriverVersion_v2 = lambda: 13000
+    assert nvml.gpus() == ((A100,), "580.1")
+    snapshot = nvml.look()
+    assert ([d.index for d in snapshot.devices], snapshot.reason) == ([1], "GPU 0: NVML: GPU is lost")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert dask_cuda.visible_gpus() == ([], "GPU 0: NVML: GPU is lost")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-b")
+    assert dask_cuda.visible_gpus()[0] == ["GPU-b"]
+
+
 def test_no_library_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert nvml.gpus() == ((), "")

@@ -49,6 +49,9 @@ def test_a_gpu_that_has_fallen_off_the_bus(tmp_path: Path) -> None:
     assert found.found == "recorded: 2 NVIDIA GPUs on the PCI bus, 1 known to the driver"
     assert "dmesg" in found.remedy
     assert not told(SEEN, node(tree, gpu=gpus(FIRST, SECOND)), State.FAIL)
+    lost = node(tree, gpu=gpus(SECOND, reason="GPU 0: NVML: GPU is lost"), environ={"NVIDIA_VISIBLE_DEVICES": "0,1"})
+    (found,) = told(SEEN, lost, State.FAIL)
+    assert found.found.endswith("1 known to the driver (GPU 0: NVML: GPU is lost)")
     # A container that was given one of two.
     assert not told(SEEN, node(tree, gpu=gpus(FIRST), environ={"NVIDIA_VISIBLE_DEVICES": "GPU-aaaa-0"}), State.FAIL)
     (found,) = told(SEEN, node(tree, gpu=Gpus(Snapshot("NVML: Driver Not Loaded"))), State.FAIL)
