@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dask_gpurt.backends.system import versions
 from dask_gpurt.doctor.check import Check
 from dask_gpurt.doctor.finding import ok, warn
+from dask_gpurt.doctor.gpus import visible
 
 if TYPE_CHECKING:
     import logging
@@ -73,7 +74,7 @@ def warn_once(logger: logging.Logger, of: str) -> None:
 
 
 def _look(node: Node) -> Iterator[Verdict]:
-    of = "cuda" if node.gpu.look().devices else "cpu"
+    of = "cuda" if visible(node.environ, node.gpu.look()) else "cpu"
     outside = untested(of, versions())
     if outside:
         yield warn(

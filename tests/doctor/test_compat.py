@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from dask_gpurt.backends.nvml import Device, Snapshot
 from dask_gpurt.doctor import compat
 from dask_gpurt.doctor.compat import CHECK, table, untested
 from dask_gpurt.doctor.finding import State
 from tests.cluster.processes import processes, wait_text
 
-from .trees import node, told
+from .trees import Gpus, node, told
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -61,6 +62,13 @@ def test_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "versions", lambda: {**GOOD, "pandas": "4.0"})
     (found,) = told(CHECK, node(), State.WARN)
     assert found.found == "untested: pandas 4.0 (tested: 3.1)"
+
+
+def test_a_worker_for_cpus_on_a_node_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "versions", lambda: GOOD)
+    gpu = Gpus(Snapshot(devices=(Device(0, "GPU-a", "H200", "0000:3b:00.0"),)))
+    for setting, state in (("0", State.WARN), ("", State.OK)):
+        assert told(CHECK, node(gpu=gpu, environ={"CUDA_VISIBLE_DEVICES": setting}), state)
 
 
 def test_a_damaged_installation_is_no_failure_of_the_start(
