@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from dask_gpurt.doctor.nic import is_infiniband, ucx_installed
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from dask_gpurt.backends.system import System
     from dask_gpurt.doctor.check import Node
     from dask_gpurt.doctor.finding import Verdict
 
@@ -23,6 +25,8 @@ _SHM_BYTES = 256 << 20
 _SWAPPING = 256
 _CLOCK_WARN, _CLOCK_FAIL = 0.1, 1.0
 _DAYS = 14
+#: number of a capability
+_IPC_LOCK = 14
 
 
 def _limits(node: Node) -> Iterator[Verdict]:
@@ -50,13 +54,26 @@ def _limits(node: Node) -> Iterator[Verdict]:
     cards = "sys/class/infiniband"
     ports = [(card, p) for card in node.system.names(cards) for p in node.system.names(cards, card, "ports")]
     # Of RoCE, which may be just the card of this machine, only where UCX is there to use it.
-    if soft >= 0 and ports and (ucx_installed() or any(is_infiniband(node.system, *port) for port in ports)):
+    used = ports and (ucx_installed() or any(is_infiniband(node.system, *port) for port in ports))
+    if soft >= 0 and used and not _may_lock(node.system):
         yield warn(
             f"{soft} bytes may be locked in memory, and there is InfiniBand",
             expected="no limit",
             meaning="UCX cannot register memory with the card, and takes TCP",
-            remedy="ulimit -l unlimited before the start, --ulimit memlock=-1 of the container",
+            remedy="ulimit -l unlimited before the start; of a container --ulimit memlock=-1, or IPC_LOCK",
         )
+
+
+def _may_lock(system: System) -> bool:
+    """Whether the limit of locked memory does not bind: with the capability IPC_LOCK, as pods with such cards are given
+    it, and not in a user namespace, where the kernel does not count it."""
+    status = system.text("proc/self/status") or ""
+    held = re.search(r"^CapEff:\s*([0-9a-f]+)$", status, re.M)
+    return (
+        held is not None
+        and bool(int(held[1], 16) >> _IPC_LOCK & 1)
+        and (system.text("proc/self/uid_map") or "").split() == ["0", "0", str(2**32 - 1)]
+    )
 
 
 def _shm(node: Node) -> Iterator[Verdict]:

@@ -50,6 +50,13 @@ def test_locked_memory_beside_infiniband(tmp_path: Path, monkeypatch: pytest.Mon
     tree = Tree(tmp_path, {f"{port}/link_layer": "InfiniBand\n"})
     assert any("65536 bytes may be locked" in v.found for v in told(LIMITS, node(tree), State.WARN))
     assert not any("locked" in v.found for v in LIMITS.look(node(Tree(tmp_path / "other", {"x": ""}))))
+    # Who has IPC_LOCK is not bound by the limit; root in a user namespace has it not for this.
+    for caps, bound in (("00000000a80425fb", True), ("00000000a80465fb", False)):
+        status = {"proc/self/status": f"Name:\tpython\nCapEff:\t{caps}\n", "proc/self/uid_map": f" 0 0 {2**32 - 1}\n"}
+        pod = Tree(tmp_path / caps, {f"{port}/link_layer": "InfiniBand\n", **status})
+        assert any("locked" in v.found for v in LIMITS.look(node(pod))) is bound
+        inside = Tree(tmp_path / caps, {"proc/self/uid_map": " 0 1000 1\n"})
+        assert any("locked" in v.found for v in LIMITS.look(node(inside)))
     # RoCE is of no use without UCX, and is there with most cards.
     roce = Tree(tmp_path / "roce", {f"{port}/link_layer": "Ethernet\n"})
     for there in (False, True):
