@@ -220,10 +220,13 @@ class TinyRoots:
         if known is None or known.strikes >= STRIKES:
             return False
         tables = self._tables
+        threads = tables.scheduler.total_nthreads
+        if not threads:  # the last worker is just leaving: its tasks are ready again before the tables hear of it
+            return False
         mark = sum(info.mark_bytes for info in tables.workers.all.items)
         if tables.speeds.uneven or known.nbytes * looked.size >= AHEAD_SHARE * mark:
             return False
-        each = looked.size / tables.scheduler.total_nthreads
+        each = looked.size / threads
         # A message for each root explains no more. Other idle time, as of threads without an own block, is no queue's.
         idle = min(known.idle_seconds, each * ROUND_TRIP_SECONDS)
         return _late_seconds(known, each) < idle / 2

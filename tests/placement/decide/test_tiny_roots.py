@@ -203,6 +203,16 @@ def test_results_of_all_tasks_count() -> None:
         s.runs(group, SHORT, nbytes=int(factor * AHEAD_SHARE * mark / N))
 
 
+def test_the_last_worker_leaves() -> None:
+    """Its tasks are ready again before the tables hear that it has left."""
+    s, prefix = Script(), Prefix()
+    group = Group(prefix)
+    s.arrives(group)
+    s.runs(group, SHORT)
+    s.engine.scheduler.total_nthreads = 0
+    assert not s.arrives(Group(prefix))
+
+
 def test_not_behind_other_work() -> None:
     s, prefix = Script(), Prefix()
     group = Group(prefix)
