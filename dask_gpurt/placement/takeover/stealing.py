@@ -128,7 +128,9 @@ class Stealing:
         """Ask the worker of a task to give it up for another; False when stealing may not touch it."""
         extension = self._extension
         victim = ts.processing_on
-        if extension is None or victim is None or ts in extension.in_flight or ts not in extension.key_stealable:
+        if extension is None or not self._goes_on() or victim is None:
+            return False
+        if ts in extension.in_flight or ts not in extension.key_stealable:
             return False
         extension.move_task_request(ts, victim, thief)
         self.requested += 1
@@ -141,11 +143,7 @@ class Stealing:
         too long: a round looks at every task that waits on a full worker. With 100,000 that may run there only,
         ten rounds a second would leave the event loop no time for anything else.
         """
-        if self._extension is None or not self._wanted:
-            return
-        # `WorkStealing.stop` waits until no task is being moved, so it would wait for us. (A simulated scheduler never
-        # runs, and has no callback.)
-        if CALLBACK not in self.scheduler.periodic_callbacks and self.scheduler.status is Status.running:
+        if self._extension is None or not self._goes_on():
             return
         if self._rest:
             self._rest -= 1
@@ -155,6 +153,16 @@ class Stealing:
             self._extension.balance()
         finally:
             self._additional, self._rest = False, self._looked // LOOKED
+
+    def _goes_on(self) -> bool:
+        """Whether the user has neither switched stealing off nor stopped it.
+
+        `WorkStealing.stop` waits until no task is being moved, so it would wait for us. (A simulated scheduler never
+        runs, and has no callback.)
+        """
+        return self._wanted and (
+            CALLBACK in self.scheduler.periodic_callbacks or self.scheduler.status is not Status.running
+        )
 
     @property
     def in_flight(self) -> Any:

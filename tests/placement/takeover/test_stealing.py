@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import types
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from distributed.core import Status
@@ -118,6 +119,21 @@ def test_no_additional_rounds_once_stealing_was_stopped() -> None:
     stealing.scheduler.periodic_callbacks["stealing"] = callback
     stealing.balance()
     assert extension.rounds == 1
+
+
+def test_no_task_is_asked_back_once_stealing_was_stopped() -> None:
+    stealing, extension = rig(lambda *args: None, [])
+    moved: list[Any] = []
+    extension.move_task_request = lambda ts, victim, thief: moved.append(ts)  # type: ignore[method-assign]
+    ts: Any = Mock(processing_on="slow")
+    extension.key_stealable = {ts: None}
+    callback = stealing.scheduler.periodic_callbacks.pop("stealing")
+    fast: Any = "fast"
+    assert not stealing.request(ts, fast)
+    assert not moved
+    stealing.scheduler.periodic_callbacks["stealing"] = callback
+    assert stealing.request(ts, fast)
+    assert moved == [ts]
 
 
 def test_an_additional_round_that_raises_is_over() -> None:
