@@ -126,9 +126,12 @@ class Evidence:
 
     def forget(self, worker: str) -> None:
         """It has left, or starts anew."""
-        for pairs in (self._pairs, self._counted):
-            for pair in [pair for pair in pairs if worker in pair]:
-                del pairs[pair]
+        for pair in [pair for pair in self._pairs if worker in pair]:
+            del self._pairs[pair]
+        # Only what it has counted. Those who got data of it go on to tell what they have counted so far: of one that
+        # comes back under its address all of that would be new.
+        for pair in [pair for pair in self._counted if pair[0] == worker]:
+            del self._counted[pair]
         for known in (self._disks, self._disk_counted, self._hardware, self._slow, self._clocks, self._pardoned):
             known.pop(worker, None)
         self._pardoned_clocks.discard(worker)

@@ -139,3 +139,17 @@ def test_one_that_left_is_forgotten() -> None:
     assert said(evidence) == set()
     evidence.corrupt_so_far("a", "b", 1, 0.0)  # one with its address counts from nothing
     assert Cause.CORRUPTION.value not in {cause for _, cause, _ in said(evidence)}
+
+
+def test_what_a_sender_did_is_not_held_against_the_next_with_its_address() -> None:
+    """Its peers live on, and tell with every heartbeat what they have counted so far."""
+    evidence = Evidence()
+    for receiver in "bc":
+        evidence.corrupt_so_far("a", receiver, 3, 0.0)
+    evidence.forget("a")
+    for receiver in "bc":
+        evidence.corrupt_so_far("a", receiver, 3, 1.0)
+    assert said(evidence, 1.0) == set()
+    for receiver in "bc":
+        evidence.corrupt_so_far("a", receiver, 5, 2.0)
+    assert said(evidence, 2.0) == {("a", "corruption", "")}
