@@ -189,7 +189,13 @@ class Quarantine(SchedulerPlugin):
             self.evidence.hardware(worker, str(what))
 
     def _judge(self, key: tuple[str, Cause, str], suspect: Suspect) -> None:
-        if self._holds is None or suspect.worker in self._holds.held:
+        if self._holds is None:
+            return
+        if suspect.worker in self._holds.held:
+            if self._comes_back(suspect.worker) and suspect.cause is not Cause.SLOW and not suspect.peer:
+                self._said[key] = suspect
+                self.counts["suspects"] += 1
+                self._keep_out(suspect)
             return
         new = key not in self._said
         self._said[key] = suspect
@@ -214,9 +220,15 @@ class Quarantine(SchedulerPlugin):
         assert self._scheduler is not None
         return len(self._holds.held) + 1 <= SHARE * len(self._scheduler.workers)
 
+    def _comes_back(self, worker: str) -> bool:
+        """Whether a worker is out only until it is as fast as others."""
+        why = self._why.get(worker)
+        return why is not None and why.cause is Cause.SLOW
+
     def _keep_out(self, suspect: Suspect) -> None:
+        """Note why a worker is out: it has just been held, or there is a better reason now than that it is slow."""
         assert self._scheduler is not None
-        self.counts["held"] += 1
+        self.counts["held"] += suspect.worker not in self._why
         self._why[suspect.worker] = suspect
         if suspect.cause is not Cause.SLOW:
             self._names[self._scheduler.workers[suspect.worker].name] = suspect
@@ -238,7 +250,7 @@ class Quarantine(SchedulerPlugin):
         assert self._scheduler is not None
         for worker in workers:
             others = [ws for ws in self._scheduler.running if ws.address != worker]
-            if others and self._holds.hold(worker):
+            if self._comes_back(worker) or (others and self._holds.hold(worker)):
                 # By its name, which it keeps when its nanny starts it again.
                 name = shlex.quote(str(self._scheduler.workers[worker].name))
                 self._keep_out(Suspect(worker, Cause.ASKED, why, f"dask gpurt release ADDRESS {name}"))
@@ -266,7 +278,7 @@ class Quarantine(SchedulerPlugin):
     # ------------------------------------------------------------------ slow ones
 
     def _try_slow_ones(self, now: float) -> None:
-        slow = [worker for worker, why in self._why.items() if why.cause is Cause.SLOW]
+        slow = [worker for worker in self._why if self._comes_back(worker)]
         if not slow or now - self._tried < _WARM_UP_SECONDS or (self._trial is not None and not self._trial.done()):
             return
         self._tried = now
@@ -280,8 +292,8 @@ class Quarantine(SchedulerPlugin):
             seconds = await _measured(self._scheduler, [*slow, *others])
             usual = [seconds[worker] for worker in others if worker in seconds]
             for worker in slow:
-                if worker not in self._why:
-                    continue
+                if not self._comes_back(worker):
+                    continue  # it has left meanwhile, or more is known of it
                 well = worker in seconds and bool(usual) and seconds[worker] <= SLOW * statistics.median(usual)
                 well = well and not self.evidence.has_slow_clocks(worker)
                 self._in_time[worker] = self._in_time.get(worker, 0) + 1 if well else 0

@@ -1,0 +1,68 @@
+"""A worker that is out for one cause, and then for another: only one that is nothing but slow comes back by itself."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dask_gpurt.quarantine.evidence import SLOW_SECONDS
+from dask_gpurt.quarantine.scheduler import Mode, Quarantine
+
+#: in ``health`` of a heartbeat
+HARDWARE = {"hardware": "Xid 79"}
+
+
+class Script:
+    """Three workers, of which `a` is slow and held for that."""
+
+    def __init__(self) -> None:
+        self.slowness = {"a": 9.0}
+        self.told: list[tuple[str, str]] = []
+        self.quarantine = q = Quarantine(Mode.ON, lambda: self.slowness, sink=self.hear)
+        self.workers = {name: SimpleNamespace(address=name, name=f"worker-{name}", metrics={}) for name in "abc"}
+        held: dict[str, Any] = {}
+        holds = SimpleNamespace(held=held, look=list, release=lambda worker: held.pop(worker))
+        holds.hold = lambda worker: worker not in held and held.setdefault(worker, True)
+        fake: Any = SimpleNamespace(workers=self.workers, running=list(self.workers.values()))
+        q._scheduler, q._holds = fake, holds  # type: ignore[assignment]
+        q._try_slow_ones = lambda now: None  # type: ignore[method-assign]
+        for now in (0.0, SLOW_SECONDS):
+            q._clock = lambda now=now: now  # type: ignore[misc]
+            q.look()
+        assert list(held) == ["a"]
+        assert q._why["a"].cause == "slow"
+        self.told.clear()
+
+    def hear(self, event: Any) -> None:
+        self.told.append((event.name, event.fields["cause"]))
+
+
+@pytest.mark.parametrize("cause", ["hardware", "asked"])
+def test_a_slow_one_of_which_more_is_known_stays_out(cause: str) -> None:
+    """Let in again as fast enough, it would have been pardoned for the broken card, or against an operator's word."""
+    s = Script()
+    q = s.quarantine
+    if cause == "hardware":
+        s.workers["a"].metrics = {"gpurt": {"health": HARDWARE}}
+        q.look()
+    else:
+        assert q.hold(["a"], "fan failed") == ["a"]
+    q.look()
+    assert q._why["a"].cause == cause, "not one that is let in by known computations"
+    assert s.told == [("quarantine.held", cause)]
+    assert q.counts["held"] == 1
+    assert list(q._names) == ["worker-a"], "also when its nanny starts it again"
+    assert q.release(["a"]) == ["a"]
+    assert not q._names
+
+
+def test_what_is_known_of_a_broken_one_stays() -> None:
+    s = Script()
+    q = s.quarantine
+    s.workers["a"].metrics = {"gpurt": {"health": HARDWARE}}
+    q.look()
+    q.hold(["a"], "fan failed")
+    q.look()
+    assert q._why["a"].cause == "hardware"
