@@ -302,6 +302,9 @@ class PlacementPlugin(SchedulerPlugin):
         if isinstance(msg, (tuple, list)) and msg and msg[0] == "confirm":
             # ("confirm", key, state, victim, thief, stimulus_id)
             self._guard(engine.books.stolen, msg[1], msg[3], msg[4])
+            copies = self.copies
+            if copies is not None and copies.copies:
+                self._guard(copies.entered_processing, msg[1])
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """Hook of distributed: a worker joined."""

@@ -295,7 +295,7 @@ class Speculation:
     # ------------------------------------------------------------------ events
 
     def entered_processing(self, key: Hashable) -> None:
-        """Note that a task which has a copy was assigned again."""
+        """Note that a task which has a copy was assigned again, or stolen."""
         copy = self.copies.get(key)
         if copy is not None and copy.ts.processing_on is not None:
             copy.first_address = copy.ts.processing_on.address

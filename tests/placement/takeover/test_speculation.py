@@ -319,6 +319,37 @@ async def test_an_adopted_copy_that_has_finished_answers_twice(
 
 
 @three
+async def test_the_task_is_stolen_by_the_worker_of_a_copy_that_waits(
+    c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker
+) -> None:
+    """It is the task itself from then on: freed as a loser, its result would be lost and computed again."""
+    plugin = await started(s)
+    copies = plugin.copies
+    assert copies is not None
+    others = [c.submit(held, pure=False, key=f"other-{i}", workers=[w.address]) for i, w in enumerate((b, d))]
+    f = c.submit(held, pure=False, key="held-1", workers=[a.address])
+    await until(lambda: all(w.state.executing_count == 1 for w in (a, b, d)))
+    ts = s.tasks[f.key]
+    ts.worker_restrictions = {d.address}
+    assert copies.start(ts, s.workers[b.address])
+    await s.remove_worker(a.address, stimulus_id="test")
+    assert ts.processing_on is s.workers[d.address]
+    ts.worker_restrictions = None
+    await until(lambda: f.key in b.state.tasks and f.key in d.state.tasks)
+    s.extensions["stealing"].move_task_request(ts, ts.processing_on, s.workers[b.address])
+    await until(lambda: ts.processing_on is s.workers[b.address])
+    run_id = ts.run_id
+    await until(lambda: b.state.tasks[f.key].run_id == run_id)
+    open_gate(b)
+    assert await f == b.address
+    open_gate(a)
+    await settled(s, copies, b, d)
+    assert await c.gather(others) == [b.address, d.address]
+    moves = [(start, finish) for _, start, finish, *_ in s.story(f.key) if isinstance(start, str)]
+    assert ("memory", "released") not in moves
+
+
+@three
 async def test_the_second_worker_dies(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
     _, copies, f = await twice(c, s, a, b)
     await s.remove_worker(b.address, stimulus_id="test")
