@@ -152,10 +152,8 @@ class PlacementPlugin(SchedulerPlugin):
         return () if self.seam is None else self.seam.installed
 
     def slowness(self) -> dict[str, float]:
-        """How many times the time of the median worker tasks take on each worker of which that is learned."""
-        if self.engine is None:
-            return {}
-        return {address: 1 / speed for address, speed in statistics.speeds(self.engine).items()}
+        """How many times the time of the median worker ended tasks took on each worker of which that is learned."""
+        return {} if self.engine is None else statistics.slowness(self.engine)
 
     def counts(self) -> dict[str, Any]:
         """``decisions``, ``declined`` and ``fallbacks`` of `statistics`, in microseconds; empty after `uninstall`."""

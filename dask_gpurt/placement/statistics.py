@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING, Any
 
+from dask_gpurt.placement.tables.durations import LEAST
+
 if TYPE_CHECKING:
     from dask_gpurt.placement.engine import Engine
 
@@ -14,6 +16,20 @@ def speeds(engine: Engine) -> dict[str, float]:
     measured = [w for w in engine.workers.all.items if w.speed_samples]
     usual = statistics.median(w.slowness for w in measured) if measured else 1.0
     return {w.ws.address: usual / w.slowness for w in measured}
+
+
+def slowness(engine: Engine) -> dict[str, float]:
+    """Address -> times that ended tasks took there over those of the median worker, where it was measured.
+
+    Not by tasks that still run, as `speeds`: one that is long by itself (a skewed key) tells nothing of its worker.
+    """
+    measured = {
+        w.ws.address: w.speed.measured_slowness("") if w.speed_samples >= LEAST else 1.0
+        for w in engine.workers.all.items
+        if w.speed_samples
+    }
+    usual = statistics.median(measured.values()) if measured else 1.0
+    return {address: factor / usual for address, factor in measured.items()}
 
 
 def of(engine: Engine) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.placement import monitor
 from dask_gpurt.placement.monitor import LOOKED, MOVES, Monitor
-from tests.placement.fakes import FakeTask, FakeWorker, assign, learn, make_engine
+from dask_gpurt.placement.plugin import PlacementPlugin
+from tests.placement.fakes import SETTINGS, FakeTask, FakeWorker, assign, finish, learn, make_engine
 
 if TYPE_CHECKING:
     import pytest
@@ -178,3 +179,29 @@ def test_the_patience_with_a_slow_worker_ends_with_the_queue() -> None:
     # The next graph comes when the patience of the last one would be over.
     now[0] += 100.0
     assert not engine.speeds.worth(slow, 1)
+
+
+def test_one_long_task_is_not_held_against_its_worker_for_good() -> None:
+    """While it runs the worker may be slow, and gets less. To take it out, as the quarantine does, is another thing."""
+    workers = [FakeWorker(i) for i in range(4)]
+    engine = make_engine(workers)
+    engine.scheduler.idle = {}
+    engine.scheduler.stream_comms = {}
+    for i in range(160):
+        ts, ws = FakeTask(f"f-{i}"), workers[i % 4]
+        assign(engine, ts, ws)
+        finish(engine, ts, 1.0 + 0.1 * (i % 3) if ws is not workers[1] else 9.0)
+    plugin = PlacementPlugin(SETTINGS)
+    plugin.engine = engine
+    long = FakeTask("f-long")
+    assign(engine, long, workers[0])
+    workers[0].executing = {long: 100.0}
+    for ws in workers:
+        ws.metrics, ws.last_seen = {}, 0.0  # type: ignore[attr-defined]
+    nothing: Any = None
+    stealing: Any = SimpleNamespace(in_flight={}, may_steal=lambda ts, thieves: None, balance=lambda: None)
+    Monitor(engine, nothing, stealing, None, lambda: 1.0).round()
+    assert engine.workers.by_address[workers[0].address].slowness > 10
+    slowness = plugin.slowness()
+    assert slowness[workers[0].address] < 1.5
+    assert slowness[workers[1].address] > 5, "it has shown that it is slow"
