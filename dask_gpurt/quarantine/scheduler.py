@@ -206,6 +206,8 @@ class Quarantine(SchedulerPlugin):
             self._alarm(new, suspect, "is at fault and works on (gpurt.quarantine is alarm)")
         elif not self._room():
             self._alarm(new, suspect, f"is at fault and works on: {SHARE:.0%} of the workers are held already")
+        elif not self._others_run(suspect.worker):
+            self._alarm(new, suspect, "is at fault and works on: no other worker runs")
         # Also one that was said before: there is room for it now, or it has begun to work.
         elif self._holds.hold(suspect.worker):
             self._keep_out(suspect)
@@ -224,6 +226,11 @@ class Quarantine(SchedulerPlugin):
         """Whether a worker is out only until it is as fast as others."""
         why = self._why.get(worker)
         return why is not None and why.cause is Cause.SLOW
+
+    def _others_run(self, worker: str) -> bool:
+        """Whether work goes on without a worker; others that are there may be paused, and stay so."""
+        assert self._scheduler is not None
+        return any(ws.address != worker for ws in self._scheduler.running)
 
     def _keep_out(self, suspect: Suspect) -> None:
         """Note why a worker is out: it has just been held, or there is a better reason now than that it is slow."""
@@ -249,8 +256,7 @@ class Quarantine(SchedulerPlugin):
         assert self._holds is not None
         assert self._scheduler is not None
         for worker in workers:
-            others = [ws for ws in self._scheduler.running if ws.address != worker]
-            if self._comes_back(worker) or (others and self._holds.hold(worker)):
+            if self._comes_back(worker) or (self._others_run(worker) and self._holds.hold(worker)):
                 # By its name, which it keeps when its nanny starts it again.
                 name = shlex.quote(str(self._scheduler.workers[worker].name))
                 self._keep_out(Suspect(worker, Cause.ASKED, why, f"dask gpurt release ADDRESS {name}"))

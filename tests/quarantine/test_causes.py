@@ -15,9 +15,9 @@ HARDWARE = {"hardware": "Xid 79"}
 
 
 class Script:
-    """Three workers, of which `a` is slow and held for that."""
+    """Three workers, of which `a` is slow and held for that, unless it is the only one that runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, running: str = "abc") -> None:
         self.slowness = {"a": 9.0}
         self.told: list[tuple[str, str]] = []
         self.quarantine = q = Quarantine(Mode.ON, lambda: self.slowness, sink=self.hear)
@@ -25,15 +25,16 @@ class Script:
         held: dict[str, Any] = {}
         holds = SimpleNamespace(held=held, look=list, release=lambda worker: held.pop(worker))
         holds.hold = lambda worker: worker not in held and held.setdefault(worker, True)
-        fake: Any = SimpleNamespace(workers=self.workers, running=list(self.workers.values()))
+        fake: Any = SimpleNamespace(workers=self.workers, running=[self.workers[name] for name in running])
         q._scheduler, q._holds = fake, holds  # type: ignore[assignment]
         q._try_slow_ones = lambda now: None  # type: ignore[method-assign]
         for now in (0.0, SLOW_SECONDS):
             q._clock = lambda now=now: now  # type: ignore[misc]
             q.look()
-        assert list(held) == ["a"]
-        assert q._why["a"].cause == "slow"
-        self.told.clear()
+        if running == "abc":
+            assert list(held) == ["a"]
+            assert q._why["a"].cause == "slow"
+            self.told.clear()
 
     def hear(self, event: Any) -> None:
         self.told.append((event.name, event.fields["cause"]))
@@ -66,3 +67,14 @@ def test_what_is_known_of_a_broken_one_stays() -> None:
     q.hold(["a"], "fan failed")
     q.look()
     assert q._why["a"].cause == "hardware"
+
+
+def test_the_only_one_that_runs_works_on() -> None:
+    """The others are paused: with none that runs all work would wait, as they are not asked for a task that waits."""
+    s = Script(running="a")
+    q = s.quarantine
+    assert s.told == [("quarantine.alarm", "slow")]
+    assert not q._why
+    s.quarantine._scheduler.running.append(s.workers["b"])  # type: ignore[union-attr]
+    q.look()
+    assert q._why["a"].cause == "slow", "now it is held"
