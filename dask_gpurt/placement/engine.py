@@ -90,6 +90,8 @@ class Engine:
         self.untrusted = False
         #: an operator has Dask decide, see `model.safe_mode`
         self.safe = False
+        #: the monitor has failed too often: nobody gives out what was held for an owner whose task goes on for hours
+        self.unwatched = False
         self._turn = 0
         #: the task, and number of transitions, for which stealing asked last, and whether placement answers
         self._asked: tuple[Hashable, int] | None = None
@@ -366,11 +368,11 @@ class Engine:
 
     def held(self, ts: TaskState) -> bool:
         """Whether a queued root, which an idle worker could run, should be left to its owner."""
-        return not self.retired and not self.idle_alarm.stage and self.root_dispatch.held(ts)
+        return not (self.retired or self.unwatched or self.idle_alarm.stage) and self.root_dispatch.held(ts)
 
     def leaves_roots(self) -> bool:
         """Whether root tasks are left to Dask now."""
-        return self.retired or self.idle_alarm.stage > 1
+        return self.retired or self.unwatched or self.idle_alarm.stage > 1
 
     def thief(
         self,

@@ -104,6 +104,7 @@ class Monitor:
             asyncio.get_running_loop()
         except RuntimeError:
             return
+        self.guard.part(NAME, self._switched_off)
         scheduler = self.engine.scheduler
         self._callback = PeriodicCallback(self.go, self.interval_seconds() * 1000)
         scheduler.periodic_callbacks[CALLBACK] = self._callback
@@ -134,6 +135,16 @@ class Monitor:
         except Exception:
             self.guard.failed(NAME)
 
+    def _switched_off(self) -> None:
+        """Leave the roots to Dask: what is held relies on these rounds."""
+        self.engine.unwatched = True
+        self._fill_slots()
+
+    def _fill_slots(self) -> None:
+        scheduler = self.engine.scheduler
+        if scheduler.queued and scheduler.idle_task_count:
+            scheduler.stimulus_queue_slots_maybe_opened(stimulus_id=f"gpurt-patrol-{self._clock()}")
+
     def round(self) -> None:
         """Make one round."""
         self.rounds += 1
@@ -143,9 +154,8 @@ class Monitor:
             engine.samples.look_round()
         scheduler = engine.scheduler
         if not workers or engine.retired:
-            if scheduler.queued and scheduler.idle_task_count:
-                # Until just now it was held for its owner, whose task may go on for hours: no event would give it out.
-                scheduler.stimulus_queue_slots_maybe_opened(stimulus_id=f"gpurt-patrol-{self._clock()}")
+            # Until just now it was held for its owner, whose task may go on for hours: no event would give it out.
+            self._fill_slots()
             return
         began = time.perf_counter()
         now = self._clock()

@@ -195,9 +195,10 @@ def test_inputs_larger_than_a_worker_fail_all_their_tasks() -> None:
     run()
 
 
-@pytest.mark.parametrize("leave", ["safe mode", "uninstall"])
+@pytest.mark.parametrize("leave", ["safe mode", "uninstall", "no rounds"])
 def test_a_root_is_held_no_longer_than_placement_decides(monkeypatch: pytest.MonkeyPatch, leave: str) -> None:
     monkeypatch.setattr(RootDispatch, "_cheap", lambda self: False)
+    monkeypatch.setattr(circuit_breaker, "LIMIT", 3)
     # Of six roots each worker has three. One waits behind `gate` for its owner, and the other host has nothing to do.
     hosts = [("127.0.0.1", 1), ("127.0.0.2", 1)]
 
@@ -211,6 +212,9 @@ def test_a_root_is_held_no_longer_than_placement_decides(monkeypatch: pytest.Mon
         if leave == "safe mode":
             assert plugin.engine is not None
             plugin.engine.safe = True
+        elif leave == "no rounds":
+            assert plugin.monitor is not None
+            monkeypatch.setattr(plugin.monitor, "_look", None)
         else:
             plugin.uninstall()
         await until(lambda: not s.queued)
