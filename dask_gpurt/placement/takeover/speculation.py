@@ -308,6 +308,11 @@ class Speculation:
             return
         if finish == "released" and not copy.adopted and copy.first_address not in self.scheduler.workers:
             return  # its worker died: rule 6
+        if copy.adopted and finish == "memory":
+            # The copy was the task, and began under the run id of the new assignment.
+            self._forget(key)
+            self.counts["won"] += 1
+            return
         self._drop(key, "lost" if finish in ("memory", "erred") else "cancelled")
 
     def unwanted(self, key: Hashable) -> None:

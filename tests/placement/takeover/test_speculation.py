@@ -347,6 +347,8 @@ async def test_the_task_is_stolen_by_the_worker_of_a_copy_that_waits(
     assert await c.gather(others) == [b.address, d.address]
     moves = [(start, finish) for _, start, finish, *_ in s.story(f.key) if isinstance(start, str)]
     assert ("memory", "released") not in moves
+    assert copies.counts == {"started": 1, "won": 1}
+    assert not copies.gained["held"], "nothing against further copies"
 
 
 @three
