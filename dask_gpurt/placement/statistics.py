@@ -28,7 +28,8 @@ def slowness(engine: Engine) -> dict[str, float]:
         for w in engine.workers.all.items
         if w.speed_samples
     }
-    usual = statistics.median(measured.values()) if measured else 1.0
+    # The lower one of two: of two workers the mean would be more than half of the slower one, however slow that is.
+    usual = statistics.median_low(measured.values()) if measured else 1.0
     return {address: factor / usual for address, factor in measured.items()}
 
 

@@ -205,3 +205,17 @@ def test_one_long_task_is_not_held_against_its_worker_for_good() -> None:
     slowness = plugin.slowness()
     assert slowness[workers[0].address] < 1.5
     assert slowness[workers[1].address] > 5, "it has shown that it is slow"
+
+
+def test_of_two_workers_one_may_be_slow() -> None:
+    workers = [FakeWorker(i) for i in range(2)]
+    engine = make_engine(workers)
+    for i in range(100):
+        ts, ws = FakeTask(f"f-{i}"), workers[not i % 10]
+        assign(engine, ts, ws)
+        finish(engine, ts, 1.0 if ws is workers[0] else 9.0)
+    plugin = PlacementPlugin(SETTINGS)
+    plugin.engine = engine
+    fast, slow = (plugin.slowness()[ws.address] for ws in workers)
+    assert fast == 1.0
+    assert slow > 5.0
