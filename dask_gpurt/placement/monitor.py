@@ -225,7 +225,7 @@ class Monitor:
             speed.suspect(0.0)
         if info.looked_samples != info.speed_samples:
             info.looked_samples, info.looked_at = info.speed_samples, now
-        elif now - info.looked_at > FORGET_SECONDS and len(speed):
+        elif abs(now - info.looked_at) > FORGET_SECONDS and len(speed):  # negative: the clock was set back
             speed.forget_one()
             info.looked_at = now
         slowness = speed.slowness if speed.suspected or info.speed_samples >= LEAST else 1.0

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dask_gpurt.placement import monitor
 from dask_gpurt.placement.monitor import LOOKED, MOVES, Monitor
 from dask_gpurt.placement.plugin import PlacementPlugin
+from dask_gpurt.placement.tables.worker_speed import FORGET_SECONDS
 from tests.placement.fakes import SETTINGS, FakeTask, FakeWorker, assign, finish, learn, make_engine
 
 if TYPE_CHECKING:
@@ -219,3 +220,26 @@ def test_of_two_workers_one_may_be_slow() -> None:
     fast, slow = (plugin.slowness()[ws.address] for ws in workers)
     assert fast == 1.0
     assert slow > 5.0
+
+
+def test_a_clock_that_is_set_back_does_not_keep_a_worker_slow() -> None:
+    (ws,) = workers = [FakeWorker(0)]
+    engine = make_engine(workers)
+    engine.scheduler.idle = {}
+    engine.scheduler.stream_comms = {}
+    ws.metrics = {}  # type: ignore[attr-defined]
+    info = engine.workers.by_address[ws.address]
+    for _ in range(5):
+        info.speed.observe("f", 2.0)
+        info.speed_samples += 1
+    now = [10_000.0]
+    nothing: Any = None
+    stealing: Any = SimpleNamespace(in_flight={}, may_steal=lambda ts, thieves: None, balance=lambda: None)
+    patrol = Monitor(engine, nothing, stealing, None, lambda: now[0])
+    patrol.round()
+    assert info.slowness > 4.0
+    now[0] = 100.0
+    for _ in range(6):
+        now[0] += FORGET_SECONDS + 1.0
+        patrol.round()
+    assert info.slowness == 1.0
