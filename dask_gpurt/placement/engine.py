@@ -158,7 +158,12 @@ class Engine:
         task = self.tables.task_view(ts)
         far = self.links.link(LinkClass.NETWORK)
         self._turn = (self._turn + 1) % OBSERVED
-        decision = self.weigh(ts, valid, began, task, far)
+        decision: Decision | Declined = Declined.POLICY
+        try:
+            decision = self.weigh(ts, valid, began, task, far)
+        finally:
+            if decision is Declined.POLICY:  # or it raised: that may take as long as an answer
+                self.budget.declined((time.perf_counter_ns() - began) * 1e-9)
         if isinstance(decision, Declined):
             self.leave(ts, decision)
             return None

@@ -87,6 +87,10 @@ class Budget:
         self.late += 1
         self._spend(seconds)
 
+    def declined(self, seconds: float) -> None:
+        """Record that a policy has left a decision to Dask, or raised, after so many seconds."""
+        self._spend(seconds)
+
     def _spend(self, seconds: float) -> None:
         self.total_seconds += seconds
         self._spent += seconds

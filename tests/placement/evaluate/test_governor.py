@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from dask_gpurt.placement import engine as engine_module
 from dask_gpurt.placement.engine import OBSERVED
 from dask_gpurt.placement.evaluate import governor
 from dask_gpurt.placement.evaluate.governor import Governor, Standing, compare
@@ -209,3 +212,28 @@ def test_a_decision_given_up_counts_its_time() -> None:
     assert b.statistics()["given_up"] == 1
     assert b.count == 0
     assert b.total_seconds == 2 * overhead_budget.DECISION_SECONDS
+
+
+@pytest.mark.parametrize("answer", [None, ValueError("no answer")])
+def test_a_policy_that_takes_long_to_leave_it_to_dask_is_over_budget(
+    monkeypatch: pytest.MonkeyPatch, answer: Exception | None
+) -> None:
+    now = [10**9]
+
+    class Slow:
+        def decide(self, task: Any, workers: Any, far: Any) -> None:
+            now[0] += 5_000_000
+            if answer is not None:
+                raise answer
+
+    monkeypatch.setattr(engine_module, "time", SimpleNamespace(perf_counter_ns=lambda: now[0], monotonic=lambda: 0.0))
+    a = FakeWorker(0)
+    engine = make_engine([a, FakeWorker(1)])
+    engine.policy = Slow()
+    engine.budget = Budget(clock=lambda: now[0] * 1e-9)
+    ts = FakeTask("f", FakeTask("x", nbytes=10, on=(a,)))
+    for _ in range(1000):
+        with contextlib.suppress(ValueError):
+            engine.decide(ts, None)
+    assert engine.declined["over budget"] >= 700
+    assert engine.budget.count == 0
