@@ -83,11 +83,11 @@ class Evidence:
             # More than these decide nothing.
             self._pairs.setdefault((sender, receiver), collections.deque(maxlen=8)).extend([now] * min(times, 8))
 
-    def corrupt_so_far(self, sender: str, receiver: str, total: int, now: float) -> None:
-        """The same, of a receiver that counts."""
+    def corrupt_so_far(self, sender: str, receiver: str, total: int, now: float, *, there: bool = True) -> None:
+        """The same, of a receiver that counts; not held against a sender that is not `there` any more."""
         new = total - self._counted.get((receiver, sender), 0)
         self._counted[receiver, sender] = total
-        if new > 0:
+        if new > 0 and there:
             self.corrupt(sender, receiver, new, now)
 
     def disk_so_far(self, worker: str, total: int, now: float) -> None:

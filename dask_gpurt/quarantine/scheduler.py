@@ -180,8 +180,8 @@ class Quarantine(SchedulerPlugin):
 
     def _take_in(self, worker: str, health: Mapping[str, Any], now: float) -> None:
         for sender, total in health.get("corrupt", {}).items():
-            if self._scheduler is not None and sender in self._scheduler.workers:
-                self.evidence.corrupt_so_far(sender, worker, int(total), now)
+            there = self._scheduler is not None and sender in self._scheduler.workers
+            self.evidence.corrupt_so_far(sender, worker, int(total), now, there=there)
         if disk := health.get("disk"):
             self.evidence.disk_so_far(worker, int(disk), now)
         self.evidence.clocks(worker, str(health.get("clocks", "")))

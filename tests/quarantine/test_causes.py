@@ -23,7 +23,8 @@ class Script:
         self.quarantine = q = Quarantine(Mode.ON, lambda: self.slowness, sink=self.hear)
         self.workers = {name: SimpleNamespace(address=name, name=f"worker-{name}", metrics={}) for name in "abc"}
         held: dict[str, Any] = {}
-        holds = SimpleNamespace(held=held, look=list, release=lambda worker: held.pop(worker))
+        holds = SimpleNamespace(held=held, look=list, forget=lambda worker: None)
+        holds.release = held.pop
         holds.hold = lambda worker: worker not in held and held.setdefault(worker, True)
         fake: Any = SimpleNamespace(workers=self.workers, running=[self.workers[name] for name in running])
         q._scheduler, q._holds = fake, holds  # type: ignore[assignment]
@@ -78,3 +79,18 @@ def test_the_only_one_that_runs_works_on() -> None:
     s.quarantine._scheduler.running.append(s.workers["b"])  # type: ignore[union-attr]
     q.look()
     assert q._why["a"].cause == "slow", "now it is held"
+
+
+def test_what_is_told_after_a_sender_has_left_is_not_held_against_the_next_with_its_address() -> None:
+    s = Script()
+    q = s.quarantine
+    b = s.workers.pop("b")
+    q.remove_worker(q._scheduler, "b")  # type: ignore[arg-type]
+    s.workers["c"].metrics = {"gpurt": {"health": {"corrupt": {"b": 3}}}}
+    q.look()
+    s.workers["b"] = b
+    q.look()
+    assert not s.told
+    s.workers["c"].metrics = {"gpurt": {"health": {"corrupt": {"b": 6}}}}
+    q.look()
+    assert s.told == [("quarantine.alarm", "corruption")]
