@@ -333,9 +333,11 @@ def _plain(suspect: Suspect) -> dict[str, Any]:
 
 async def _measured(scheduler: Scheduler, workers: list[str]) -> dict[str, float]:
     """Seconds of the known computation on each worker that answers in time."""
-    call = scheduler.broadcast(msg={"op": OP}, workers=workers, on_error="return")
-    try:
-        answers = await asyncio.wait_for(call, _ANSWER_SECONDS)
-    except TimeoutError:
-        return {}
-    return {worker: answer for worker, answer in answers.items() if isinstance(answer, float)}
+
+    async def one(worker: str) -> object:
+        call = scheduler.broadcast(msg={"op": OP}, workers=[worker], on_error="return")
+        return (await asyncio.wait_for(call, _ANSWER_SECONDS))[worker]
+
+    # Each by itself: one that hangs must not keep the others out.
+    answers = await asyncio.gather(*map(one, workers), return_exceptions=True)
+    return {worker: answer for worker, answer in zip(workers, answers, strict=True) if isinstance(answer, float)}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from dask_gpurt.quarantine import scheduler as quarantine
 from dask_gpurt.quarantine.evidence import SLOW_SECONDS
 from dask_gpurt.quarantine.scheduler import Mode, Quarantine
 
@@ -94,3 +96,16 @@ def test_what_is_told_after_a_sender_has_left_is_not_held_against_the_next_with_
     s.workers["c"].metrics = {"gpurt": {"health": {"corrupt": {"b": 6}}}}
     q.look()
     assert s.told == [("quarantine.alarm", "corruption")]
+
+
+def test_one_that_does_not_answer_keeps_no_other_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quarantine, "_ANSWER_SECONDS", 0.05)
+
+    async def broadcast(msg: Any, workers: list[str], on_error: str) -> dict[str, Any]:
+        if "hung" in workers:
+            await asyncio.Event().wait()
+        return {worker: OSError() if worker == "gone" else 0.5 for worker in workers}
+
+    fake: Any = SimpleNamespace(broadcast=broadcast)
+    answers = asyncio.run(quarantine._measured(fake, ["a", "hung", "gone", "b"]))
+    assert answers == {"a": 0.5, "b": 0.5}
