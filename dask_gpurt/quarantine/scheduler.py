@@ -169,7 +169,7 @@ class Quarantine(SchedulerPlugin):
         for key, suspect in suspects.items():
             self._judge(key, suspect)
         for ws in [ws for ws in scheduler.workers.values() if ws.name in self._names]:
-            if ws.address not in holds.held and holds.hold(ws.address):
+            if ws.address not in holds.held and self._others_run(ws.address) and holds.hold(ws.address):
                 why = dataclasses.replace(self._names[ws.name], worker=ws.address)
                 self._why[ws.address] = self._names[ws.name] = why
                 self._tell("held", why, "is back, and gets no task")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dask_gpurt.quarantine import scheduler as quarantine
-from dask_gpurt.quarantine.evidence import SLOW_SECONDS
+from dask_gpurt.quarantine.evidence import SLOW_SECONDS, Cause, Suspect
 from dask_gpurt.quarantine.scheduler import Mode, Quarantine
 
 #: in ``health`` of a heartbeat
@@ -81,6 +81,19 @@ def test_the_only_one_that_runs_works_on() -> None:
     s.quarantine._scheduler.running.append(s.workers["b"])  # type: ignore[union-attr]
     q.look()
     assert q._why["a"].cause == "slow", "now it is held"
+
+
+def test_one_that_is_back_works_while_no_other_runs() -> None:
+    s = Script(running="b")
+    q = s.quarantine
+    q._names["worker-b"] = Suspect("b", Cause.HARDWARE, "Xid 79", "replace it")
+    s.slowness.clear()
+    q.look()
+    assert "b" not in q._why
+    q._scheduler.running.append(s.workers["c"])  # type: ignore[union-attr]
+    s.told.clear()
+    q.look()
+    assert q._why["b"].cause == "hardware"
 
 
 def test_what_is_told_after_a_sender_has_left_is_not_held_against_the_next_with_its_address() -> None:
