@@ -145,7 +145,7 @@ class DecisionLog:
     def ended(row: list[Any], outcome: str, report: Mapping[str, Any]) -> None:
         """As `finished`, where the caller has the row of the task."""
         if row[FINISHED] is None:
-            row[FINISHED] = _time()
+            row[FINISHED] = max(_time(), row[TIME])  # the clock may have been set back
             row[OUTCOME] = outcome
             if outcome == "memory":
                 row[REPORT] = (report.get("startstops") or (), report.get("nbytes"), report.get("worker"))

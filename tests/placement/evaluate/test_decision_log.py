@@ -12,6 +12,7 @@ from distributed.scheduler import TaskState, WorkerState
 from dask_gpurt.placement import statistics
 from dask_gpurt.placement.decide.cost import cost
 from dask_gpurt.placement.decide.policy import WEIGHTS
+from dask_gpurt.placement.evaluate import decision_log
 from dask_gpurt.placement.evaluate.decision_log import DecisionLog
 from dask_gpurt.placement.evaluate.decision_record import Detail, transfer_seconds
 from tests.placement.fakes import FakeTask, FakeWorker, assign, finish, learn, make_engine
@@ -243,3 +244,20 @@ def test_transfers_that_overlap_count_once() -> None:
     assert transfer_seconds([]) is None
     assert transfer_seconds([{"action": "compute", "start": 1, "stop": 2}]) is None
     assert transfer_seconds([transfer(5, 6), transfer(1, 3), transfer(2, 4), transfer(2, 3)]) == 4
+
+
+def test_no_task_takes_less_than_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock is set back by an hour while it runs."""
+    now = [10_000.0]
+    monkeypatch.setattr(decision_log, "_time", lambda: now[0])
+    a = FakeWorker(0)
+    engine = make_engine([a])
+    learn(engine, "f", 0.25, 1000)
+    task = FakeTask("f-1", FakeTask("x", nbytes=10**6, on=(a,)))
+    assign(engine, task, decide(engine, task))
+    now[0] -= 3600.0
+    finish(engine, task, 0.25)
+    story = engine.log.story("f-1")
+    assert story is not None
+    assert story["actual"]["finish_seconds"] == 0.0
+    assert engine.log.calibration()["mean_actual_seconds"] == 0.0
