@@ -141,6 +141,17 @@ def test_a_cluster_empties_only_a_directory_of_its_own(tmp_path: Path) -> None:
     assert theirs.exists()
 
 
+def test_a_cluster_that_is_left_to_run_keeps_its_scratch(tmp_path: Path) -> None:
+    """The command closes all clusters at its end, that of --keep-running too; its workers spill into their scratch."""
+    left = ProcessCluster("stock", workers=0, threads=1, memory_limit_bytes=2**29, directory=str(tmp_path))
+    spilled = tmp_path / "scratch" / "worker-0" / "value"
+    spilled.parent.mkdir(parents=True)
+    spilled.write_text("x")
+    left.leave()
+    left.close()
+    assert spilled.exists()
+
+
 def test_generate_refuses_another_scale(tmp_path: Path) -> None:
     (tmp_path / "complete.json").write_text(json.dumps({"scale": 1.0, "layout": 2, "parts": {}}))
     with pytest.raises(ValueError, match=r"holds TPC-H at scale 1\.0"):

@@ -221,6 +221,8 @@ class ProcessCluster:
         """Kill every process of this cluster. Never raises for one that has gone; a second call does nothing."""
         client, self._client = self._client, None
         processes, self._processes = self._processes, []
+        if not processes:
+            return  # never started, or left to run: its workers need their scratch
         if client is not None:
             # First, or it would log that its scheduler is gone. A hung scheduler costs the timeout, no more.
             with contextlib.suppress(Exception):
