@@ -152,6 +152,24 @@ def test_a_cluster_that_is_left_to_run_keeps_its_scratch(tmp_path: Path) -> None
     assert spilled.exists()
 
 
+def test_a_second_interrupt_leaves_no_process(tmp_path: Path) -> None:
+    class Interrupted:
+        def close(self, timeout: float) -> None:
+            raise KeyboardInterrupt
+
+    cluster = ProcessCluster("stock", workers=0, threads=1, memory_limit_bytes=2**29, directory=str(tmp_path))
+    process = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    try:
+        cluster._processes = [("scheduler", process)]
+        cluster._client = Interrupted()  # type: ignore[assignment]
+        with pytest.raises(KeyboardInterrupt):
+            cluster.close()
+        assert process.poll() is not None
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_generate_refuses_another_scale(tmp_path: Path) -> None:
     (tmp_path / "complete.json").write_text(json.dumps({"scale": 1.0, "layout": 2, "parts": {}}))
     with pytest.raises(ValueError, match=r"holds TPC-H at scale 1\.0"):

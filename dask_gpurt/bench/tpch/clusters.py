@@ -223,23 +223,21 @@ class ProcessCluster:
         processes, self._processes = self._processes, []
         if not processes:
             return  # never started, or left to run: its workers need their scratch
-        if client is not None:
-            # First, or it would log that its scheduler is gone. A hung scheduler costs the timeout, no more.
-            with contextlib.suppress(Exception):
-                client.close(timeout=2)
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            # Workers first: with their scheduler gone they would only log about it.
-            for _, process in reversed(processes):
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, number)
+        try:
+            if client is not None:
+                # First, or it would log that its scheduler is gone. A hung scheduler costs the timeout, no more.
+                with contextlib.suppress(Exception):
+                    client.close(timeout=2)
+            _signal(processes, signal.SIGTERM)
             deadline = time.monotonic() + 5
-            while number == signal.SIGTERM and time.monotonic() < deadline:
-                if all(process.poll() is not None for _, process in processes):
-                    break
+            while time.monotonic() < deadline and any(process.poll() is None for _, process in processes):
                 time.sleep(0.02)
-        for _, process in processes:
-            process.wait()
-        shutil.rmtree(os.path.join(self.directory, "scratch"), ignore_errors=True)
+        finally:
+            # A second Ctrl-C while we wait must not leave them behind.
+            _signal(processes, signal.SIGKILL)
+            for _, process in processes:
+                process.wait()
+            shutil.rmtree(os.path.join(self.directory, "scratch"), ignore_errors=True)
 
     def leave(self) -> None:
         """Let go of the processes: they go on without this one."""
@@ -296,6 +294,13 @@ class ProcessCluster:
                 return "".join(f.readlines()[-15:])
         except OSError as e:
             return f"(no log: {e})"
+
+
+def _signal(processes: Sequence[tuple[str, subprocess.Popen[bytes]]], number: signal.Signals) -> None:
+    # Workers first: with their scheduler gone they would only log about it.
+    for _, process in reversed(processes):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
 
 
 def environment(engine: str) -> dict[str, str]:
