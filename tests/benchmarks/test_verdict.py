@@ -9,6 +9,8 @@ from dask_gpurt.bench.tpch.meters import Traffic
 from dask_gpurt.bench.tpch.runner import Measured, Outcome
 from dask_gpurt.bench.tpch.verdict import words
 
+FACTS = {"scale": 1, "exercised_on": "a test", "commit": "?", "when": "?"}
+
 
 def cell(query: int, engine: str, seconds: list[float], keys: int = 0, spilled: int = 0) -> Measured:
     traffic = [Traffic(keys, 0, 0, spilled, 0)] * len(seconds)
@@ -68,9 +70,16 @@ def test_first_later_runs_and_price() -> None:
     assert cell(3, "stock", [9.0]).warm(0.5) is None
     assert report.price(one, 3600.0) == 2.5
     assert report.price(one, None) is None
-    facts = {"scale": 1, "exercised_on": "a test", "commit": "?", "when": "?", "price_per_hour": 3600.0}
+    facts = {**FACTS, "price_per_hour": 3600.0}
     found = report.result(outcome(one, cell(3, "gpurt", [1.0] * 4)), facts, [])["queries"]["q03"]["stock"]
     assert (found["first_s"], found["later_p50_s"], found["later_p95_s"], found["price"]) == (9.0, 2.0, 3.0, 2.5)
     page = report.page(outcome(one, cell(3, "gpurt", [1.0] * 4)), facts, [], {}).render()
     assert "seconds of each run of query 3" in page
     assert "megabytes that query 3 moved" in page
+
+
+def test_a_query_that_was_not_run_is_not_equal() -> None:
+    """The file is written after each query, and stays so when the command is interrupted."""
+    found = outcome(cell(1, "stock", [1.0]), cell(1, "gpurt", [1.0]), Measured(2, "stock"), Measured(2, "gpurt"))
+    assert report.result(found, FACTS, [])["all_equal_to_duckdb"] is False
+    assert report.total_rows(found)[0][-1] == "1/2 equal"

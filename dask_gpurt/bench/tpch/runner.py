@@ -60,7 +60,8 @@ class Measured:
 
     @property
     def ok(self) -> bool:
-        return not self.differences and not self.errors
+        """There is an answer, and it is right. What was not run yet is not: figures are written after each query."""
+        return bool(self.seconds) and not self.differences and not self.errors
 
     @property
     def case(self) -> Case | None:
