@@ -83,3 +83,16 @@ def test_a_query_that_was_not_run_is_not_equal() -> None:
     found = outcome(cell(1, "stock", [1.0]), cell(1, "gpurt", [1.0]), Measured(2, "stock"), Measured(2, "gpurt"))
     assert report.result(found, FACTS, [])["all_equal_to_duckdb"] is False
     assert report.total_rows(found)[0][-1] == "1/2 equal"
+
+
+def test_with_a_failed_run_nothing_is_called_the_first() -> None:
+    """Three runs of which the first failed: the second found plans of the first, and compares with no first run."""
+    failed = cell(3, "gpurt", [2.0, 1.0])
+    failed.errors.append("KeyError: x")
+    measured = outcome(cell(3, "stock", [3.0, 3.0, 3.0]), failed)
+    found = report.result(measured, FACTS, [])["queries"]["q03"]["gpurt"]
+    assert found["seconds"] == [2.0, 1.0]
+    assert [found[name] for name in ("median_s", "first_s", "later_p50_s", "later_p95_s")] == [None] * 4
+    page = report.page(measured, FACTS, [], {}).render()
+    assert "run 3" in page
+    assert "2.00" not in page

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.bench.paired import geometric_mean
@@ -113,8 +112,8 @@ def result(outcome: Outcome, facts: Mapping[str, Any], clusters: Sequence[Mappin
         cells[f"q{number:02d}"] = {
             e: {
                 "seconds": outcome.cells[number, e].seconds,
-                "median_s": statistics.median(s) if (s := outcome.cells[number, e].seconds) else None,
-                "first_s": s[0] if s else None,
+                "median_s": case.median if (case := outcome.cells[number, e].case) else None,
+                "first_s": outcome.cells[number, e].first,
                 "later_p50_s": outcome.cells[number, e].warm(0.5),
                 "later_p95_s": outcome.cells[number, e].warm(0.95),
                 "price": price(outcome.cells[number, e], facts.get("price_per_hour")),
@@ -199,8 +198,7 @@ _RUNS = ("query", "engine", "first s", "later p50 s", "later p95 s", "price")
 
 def _of_runs(outcome: Outcome, number: int, engine: str, price_per_hour: float | None) -> list[Any]:
     cell = outcome.cells[number, engine]
-    first = cell.seconds[0] if cell.seconds else None
-    return [f"q{number:02d}", engine, first, cell.warm(0.5), cell.warm(0.95), price(cell, price_per_hour)]
+    return [f"q{number:02d}", engine, cell.first, cell.warm(0.5), cell.warm(0.95), price(cell, price_per_hour)]
 
 
 def price(cell: Measured, price_per_hour: float | None) -> float | None:
@@ -214,8 +212,10 @@ def _pictures(out: Page, outcome: Outcome) -> None:
     for number in outcome.numbers:
         cells = [outcome.cells[number, e] for e in shown]
         out.heading(f"q{number:02d}")
-        runs = max(len(cell.seconds) for cell in cells)
-        rows = [(f"run {r + 1}", [c.seconds[r] if r < len(c.seconds) else None for c in cells]) for r in range(runs)]
+        # With a run that failed nobody knows which of the rounds the others are.
+        seconds = [() if cell.case is None else cell.case.seconds for cell in cells]
+        runs = max(map(len, seconds))
+        rows = [(f"run {r + 1}", [s[r] if r < len(s) else None for s in seconds]) for r in range(runs)]
         out.bars(shown, rows, unit="s", about=f"seconds of each run of query {number}")
         moved = [(heading, [_mega(c.bytes(counter)) for c in cells]) for counter, heading in COUNTERS.items()]
         out.bars(shown, moved, unit="MB", about=f"megabytes that query {number} moved, by counter")

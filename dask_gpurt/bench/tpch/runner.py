@@ -68,9 +68,14 @@ class Measured:
         """None if a run failed: a time that leaves out the failed runs compares with nothing."""
         return Case(self.engine, tuple(self.seconds)) if self.seconds and not self.errors else None
 
+    @property
+    def first(self) -> float | None:
+        """Seconds of the first run, which finds nothing planned. None if a run failed: that may have been the first."""
+        return None if self.case is None else self.seconds[0]
+
     def warm(self, share: float) -> float | None:
         """The run at `share` (0.5: median) of the runs but the first, by nearest rank; None without such a run."""
-        values = sorted(self.seconds[1:])
+        values = [] if self.case is None else sorted(self.seconds[1:])
         return values[max(0, math.ceil(share * len(values)) - 1)] if values else None
 
     def bytes(self, counter: str) -> int | None:
