@@ -96,3 +96,13 @@ def test_with_a_failed_run_nothing_is_called_the_first() -> None:
     page = report.page(measured, FACTS, [], {}).render()
     assert "run 3" in page
     assert "2.00" not in page
+
+
+def test_the_median_of_two_is_between_them() -> None:
+    """Bytes and DuckDB's seconds as well as the engines' seconds beside which they stand."""
+    one = cell(4, "stock", [1.0, 3.0])
+    one.traffic = [Traffic(keys, 0, 0, 0, 0) for keys in (10, 30)]
+    assert one.bytes("network") == 20
+    found = outcome(one, cell(4, "gpurt", [1.0, 3.0]))
+    found.beside = {"duckdb": {4: [1.0, 3.0]}}
+    assert words(found)[-1] == "duckdb, beside it: 2.00 s for 1 queries (one process, no cluster)."

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -80,8 +81,8 @@ class Measured:
 
     def bytes(self, counter: str) -> int | None:
         """Median over runs of one property of `Traffic`."""
-        values = sorted(getattr(t, counter) for t in self.traffic)
-        return values[len(values) // 2] if values else None
+        values = [getattr(t, counter) for t in self.traffic]
+        return round(statistics.median(values)) if values else None
 
 
 @dataclasses.dataclass

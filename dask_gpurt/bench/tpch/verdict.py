@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def words(outcome: Outcome) -> list[str]:
     for engine in others:
         out += _against(outcome, baseline, engine)
     for program, seconds in outcome.beside.items():
-        middles = [sorted(s)[len(s) // 2] for s in seconds.values()]
+        middles = [statistics.median(s) for s in seconds.values()]
         out.append(f"{program}, beside it: {sum(middles):.2f} s for {len(middles)} queries (one process, no cluster).")
     return out
 
