@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from dask_gpurt.bench.tpch import report
@@ -106,3 +108,10 @@ def test_the_median_of_two_is_between_them() -> None:
     found = outcome(one, cell(4, "gpurt", [1.0, 3.0]))
     found.beside = {"duckdb": {4: [1.0, 3.0]}}
     assert words(found)[-1] == "duckdb, beside it: 2.00 s for 1 queries (one process, no cluster)."
+
+
+def test_without_any_answer_the_file_is_json_and_no_mean_is_told() -> None:
+    failed = outcome(Measured(2, "stock", errors=["KeyError: x"]), Measured(2, "gpurt", errors=["KeyError: x"]))
+    json.dumps(report.result(failed, FACTS, []), allow_nan=False)
+    assert report.total_rows(failed, joined=True)[0][3] == "–"
+    assert "geometric mean" not in report.page(failed, FACTS, [], {}).render()

@@ -40,7 +40,7 @@ def row(number: int, cells: Mapping[str, Measured], *, joined: bool = False) -> 
     out = [f"q{number:02d}"]
     out += ["failed" if case is None else f"{case.median:.2f}" for case in cases.values()]
     for case in list(cases.values())[1:]:
-        out.append("–" if case is None or first is None else f"{case.ratio(first):.2f}")
+        out.append(_ratio(None if case is None or first is None else case.ratio(first)))
     for counter in COUNTERS:
         out += _joined([_megabytes(cell.bytes(counter)) for cell in cells.values()], joined)
     if all(cell.ok for cell in cells.values()):
@@ -50,6 +50,10 @@ def row(number: int, cells: Mapping[str, Measured], *, joined: bool = False) -> 
 
 def _joined(figures: list[str], joined: bool) -> list[str]:
     return [" / ".join(figures)] if joined else figures
+
+
+def _ratio(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
 
 
 def _megabytes(value: int | None) -> str:
@@ -68,7 +72,10 @@ def totals(outcome: Outcome) -> dict[str, dict[str, Any]]:
         out[engine] = {
             "queries": len(numbers),
             "sum_of_medians_s": sum(case.median for case in cases),
-            "geometric_mean_ratio": geometric_mean(case.ratio(base) for case, base in zip(cases, bases, strict=True)),
+            # NaN is not JSON.
+            "geometric_mean_ratio": geometric_mean(c.ratio(base) for c, base in zip(cases, bases, strict=True))
+            if cases
+            else None,
             **{f"{counter}_bytes": sum(cell.bytes(counter) or 0 for cell in cells) for counter in COUNTERS},
             "peak_bytes": max((t.peak for cell in cells for t in cell.traffic), default=0),
         }
@@ -79,7 +86,7 @@ def total_rows(outcome: Outcome, *, joined: bool = False) -> list[list[str]]:
     """The table's last line: sums, and the geometric mean of the ratios."""
     figures = totals(outcome)
     out = ["sum", *(f"{t['sum_of_medians_s']:.2f}" for t in figures.values())]
-    out += [f"{t['geometric_mean_ratio']:.2f}" for t in list(figures.values())[1:]]
+    out += [_ratio(t["geometric_mean_ratio"]) for t in list(figures.values())[1:]]
     for counter in COUNTERS:
         out += _joined([_megabytes(t[f"{counter}_bytes"]) for t in figures.values()], joined)
     good = sum(all(outcome.cells[q, e].ok for e in outcome.engines) for q in outcome.numbers)
@@ -154,7 +161,9 @@ def page(
         out.text(line)
     for engine in others:
         mean = figures[engine]["geometric_mean_ratio"]
-        out.text(f"{engine}: geometric mean of the ratios to {baseline} {mean:.2f} (below 1 is faster).", kind="note")
+        if mean is not None:
+            told = f"{engine}: geometric mean of the ratios to {baseline} {mean:.2f} (below 1 is faster)."
+            out.text(told, kind="note")
     for note in outcome.notes:
         out.text(note, kind="note")
     out.text(f"Measured on: {facts['exercised_on']}. Commit {facts['commit']}, {facts['when']}.", kind="note")
