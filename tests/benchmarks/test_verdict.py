@@ -7,6 +7,7 @@ import json
 import pytest
 
 from dask_gpurt.bench.tpch import report
+from dask_gpurt.bench.tpch.answers import Difference
 from dask_gpurt.bench.tpch.meters import Traffic
 from dask_gpurt.bench.tpch.runner import Measured, Outcome
 from dask_gpurt.bench.tpch.verdict import words
@@ -58,12 +59,20 @@ def test_a_slower_engine_and_failures_are_told() -> None:
     failed = Measured(2, "stock", errors=["KeyError: x"])
     good = outcome(cell(1, "stock", [1.0]), cell(1, "gpurt", [2.0]), failed, cell(2, "gpurt", [1.0]))
     text = "\n".join(words(good))
-    assert "q02: an answer from gpurt only, stock failed; not in the sums." in text
+    assert "q02: a right answer from gpurt only, not from stock; not in the sums." in text
     assert "gpurt: 1 queries in 2.00 s, stock in 1.00 s: 2.00 times as slow." in text
     none = outcome(failed, Measured(2, "gpurt", errors=["KeyError: x"]))
-    assert words(none) == ["No query was answered by both gpurt and stock: there is nothing to compare."]
+    assert words(none) == ["No query was answered rightly by both gpurt and stock: there is nothing to compare."]
     equal = words(outcome(cell(1, "stock", [1.0]), cell(1, "gpurt", [1.0])))
     assert equal[-1] == "No query is slower than stock by more than 3%."
+
+
+def test_a_wrong_answer_is_no_gain() -> None:
+    wrong = cell(2, "gpurt", [0.1])
+    wrong.differences.append(Difference(2, 0, "n_name", "PERU", "CHINA"))
+    text = words(outcome(cell(1, "stock", [1.0]), cell(1, "gpurt", [1.0]), cell(2, "stock", [9.0]), wrong))
+    assert text[0] == "q02: a right answer from stock only, not from gpurt; not in the sums."
+    assert text[1] == "gpurt: 1 queries in 1.00 s, stock in 1.00 s: 1.00 times as fast."
 
 
 def test_first_later_runs_and_price() -> None:

@@ -36,14 +36,15 @@ def words(outcome: Outcome) -> list[str]:
 
 def _against(outcome: Outcome, baseline: str, engine: str) -> list[str]:
     pairs = {q: (outcome.cells[q, baseline], outcome.cells[q, engine]) for q in outcome.numbers}
-    both = {q: pair for q, pair in pairs.items() if pair[0].case is not None and pair[1].case is not None}
+    # The seconds of a wrong answer are no gain.
+    both = {q: pair for q, pair in pairs.items() if pair[0].ok and pair[1].ok}
     out = []
     for name, other, i in ((engine, baseline, 1), (baseline, engine, 0)):
-        failed = [q for q, pair in pairs.items() if pair[i].case is None and pair[1 - i].case is not None]
+        failed = [q for q, pair in pairs.items() if pair[1 - i].ok and not pair[i].ok]
         if failed:
-            out.append(f"{_names(failed)}: an answer from {other} only, {name} failed; not in the sums.")
+            out.append(f"{_names(failed)}: a right answer from {other} only, not from {name}; not in the sums.")
     if not both:
-        return [*out, f"No query was answered by both {engine} and {baseline}: there is nothing to compare."]
+        return [*out, f"No query was answered rightly by both {engine} and {baseline}: there is nothing to compare."]
     saved = {q: _median(a) - _median(b) for q, (a, b) in both.items()}
     before, after = (sum(_median(pair[i]) for pair in both.values()) for i in (0, 1))
     factor = before / after
