@@ -141,6 +141,26 @@ def test_a_cluster_empties_only_a_directory_of_its_own(tmp_path: Path) -> None:
     assert theirs.exists()
 
 
+def test_what_the_machine_cannot_do_is_no_wrong_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """1 would say that an answer differs, and a traceback says nothing."""
+    pytest.importorskip("duckdb")
+
+    def full(*args: object) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(generate, "_generate", full)
+    where = ["--engines", "stock", "--memory-limit", "1GiB", "--out", str(tmp_path / "out"), "--data"]
+    assert cli.main([*where, str(tmp_path / "data")]) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    (gone / "complete.json").write_text(json.dumps({"scale": 1.0, "layout": 2, "parts": generate.parts(1.0)}))
+    assert cli.main([*where, str(gone)]) == 2
+    assert "DuckDB cannot read region" in capsys.readouterr().err
+
+
 def test_a_cluster_that_is_left_to_run_keeps_its_scratch(tmp_path: Path) -> None:
     """The command closes all clusters at its end, that of --keep-running too; its workers spill into their scratch."""
     left = ProcessCluster("stock", workers=0, threads=1, memory_limit_bytes=2**29, directory=str(tmp_path))

@@ -23,7 +23,6 @@ from dask_gpurt.bench.progress import Bar
 from dask_gpurt.bench.tpch import generate, queries, report, runner, verdict
 from dask_gpurt.bench.tpch.clusters import (
     ENGINES,
-    ClusterError,
     ProcessCluster,
     describe,
     memory_limit_bytes,
@@ -99,7 +98,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "dask gpurt bench tpc
     except KeyboardInterrupt:
         click.echo("\ninterrupted; everything that was started has been stopped", err=True)
         return 130
-    except (ClusterError, RuntimeError, ValueError) as e:
+    except (OSError, RuntimeError, ValueError) as e:
         click.echo(f"\nerror: {e}", err=True)
         return 2
     finally:

@@ -305,14 +305,27 @@ class Reference:
                 "duckdb is not installed; it gives the right answers. Remedy: pip install 'dask-gpurt[bench]'"
             ) from e
         self.scale = scale
+        self._failure = duckdb.Error
         self._db = duckdb.connect(":memory:")
         for table in TABLES:
             files = os.path.join(directory, table, "*.parquet").replace("'", "''")
-            self._db.execute(f"create view {table} as select * from read_parquet('{files}')")
+            try:
+                self._db.execute(f"create view {table} as select * from read_parquet('{files}')")
+            except duckdb.Error as e:
+                raise RuntimeError(f"DuckDB cannot read {table}: {e}. Remedy: remove {directory}") from e
 
     def answer(self, number: int) -> pa.Table:
-        """All rows of one query, ordered, without LIMIT."""
-        return self._db.sql(sql(number, self.scale)).to_arrow_table()
+        """All rows of one query, ordered, without LIMIT.
+
+        Raises
+        ------
+        RuntimeError
+            DuckDB has no answer: too little memory, a damaged file.
+        """
+        try:
+            return self._db.sql(sql(number, self.scale)).to_arrow_table()
+        except self._failure as e:
+            raise RuntimeError(f"DuckDB has no answer to query {number}: {e}") from e
 
     def answers(self, numbers: Collection[int], progress: Progress = no_progress) -> dict[int, pa.Table]:
         out = {}
