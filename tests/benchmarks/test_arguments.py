@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -159,6 +160,24 @@ def test_what_the_machine_cannot_do_is_no_wrong_answer(
     (gone / "complete.json").write_text(json.dumps({"scale": 1.0, "layout": 2, "parts": generate.parts(1.0)}))
     assert cli.main([*where, str(gone)]) == 2
     assert "DuckDB cannot read region" in capsys.readouterr().err
+
+
+def test_under_nohup_the_end_of_the_terminal_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hung_up(options: object) -> int:
+        os.kill(os.getpid(), signal.SIGHUP)
+        return 0
+
+    monkeypatch.setattr(cli, "run", hung_up)
+    arguments = ["--engines", "stock", "--memory-limit", "1GiB", "--out", str(tmp_path)]
+    with pytest.raises(SystemExit) as e:
+        cli.main(arguments)
+    assert e.value.code == 128 + signal.SIGHUP
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert cli.main(arguments) == 0
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_cluster_that_is_left_to_run_keeps_its_scratch(tmp_path: Path) -> None:

@@ -89,9 +89,10 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "dask gpurt bench tpc
         options = check(arguments, folder)
     except ValueError as e:
         out.error(str(e))  # exits with 2
-    # A plain kill would leave the processes; as an exception it passes every `finally`.
-    previous = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    previous[signal.SIGINT] = signal.signal(signal.SIGINT, _interrupt)
+    # A plain kill would leave the processes; as an exception it passes every `finally`. What is ignored stays so: under
+    # nohup the end of a terminal must not end us.
+    handlers = {signal.SIGTERM: _leave, signal.SIGHUP: _leave, signal.SIGINT: _interrupt}
+    previous = {n: signal.signal(n, h) for n, h in handlers.items() if signal.getsignal(n) is not signal.SIG_IGN}
     _interrupted.clear()
     try:
         return run(options)
