@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -38,17 +40,29 @@ def cores() -> int:
     return max(1, min(allowed, round(quota))) if quota else max(1, allowed)
 
 
-def free_memory_bytes() -> int:
+def free_memory_bytes(root: str = "/") -> int:
     """Bytes this process may still take: the machine's available memory or, if less, the container's limit."""
-    available = _meminfo("MemAvailable")
-    try:
-        with open("/sys/fs/cgroup/memory.max") as f:
-            limit = int(f.read())
-        with open("/sys/fs/cgroup/memory.current") as f:
-            used = int(f.read())
-    except (OSError, ValueError):  # no cgroup v2, or "max"
-        return available
-    return min(available, max(0, limit - used))
+    free = _meminfo("MemAvailable")
+    for folder, limit, used, cached in _MEMORY_GROUPS:
+        with contextlib.suppress(OSError, ValueError):  # not that version of cgroups, or "max"
+            bound, taken = (int(_text(root, folder, name)) for name in (limit, used))
+            # The cache of files counts as used, and is given up on demand: without this, the data that a first run
+            # has written or read would leave no memory to a second one.
+            found = re.search(rf"^{cached} (\d+)$", _text(root, folder, "memory.stat"), re.MULTILINE)
+            free = min(free, max(0, bound - taken + (int(found[1]) if found else 0)))
+    return free
+
+
+#: folder of the container's group; its limit, what it uses, and the field of the cache that can be given up; v2 and v1
+_MEMORY_GROUPS = (
+    ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def _text(*parts: str) -> str:
+    with open(os.path.join(*parts), encoding="utf-8") as f:
+        return f.read()
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:

@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks import compare, data
+from dask_gpurt.bench import facts
 from dask_gpurt.bench.tpch import cli, generate, queries, reference
 from dask_gpurt.bench.tpch.clusters import (
     ClusterError,
@@ -91,6 +92,27 @@ def test_too_little_memory_says_what_to_do() -> None:
     with pytest.raises(ValueError, match="Remedy: fewer --engines or --workers"):
         memory_limit_bytes(2**30, clusters=2, workers=2)
     assert memory_limit_bytes(8 * 2**30, clusters=2, workers=2) == int(1.5 * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("folder", "limit", "used", "cached"),
+    [
+        ("", "memory.max", "memory.current", "inactive_file"),
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ],
+)
+def test_the_cache_of_files_is_free_memory_of_a_container(
+    tmp_path: Path, folder: str, limit: str, used: str, cached: str
+) -> None:
+    """4 MiB of which 3 are in use, 2 of them by files that were read: 3 are free. No machine has less."""
+    group = tmp_path / "sys" / "fs" / "cgroup" / folder
+    group.mkdir(parents=True)
+    (group / limit).write_text(f"{4 << 20}\n")
+    (group / used).write_text(f"{3 << 20}\n")
+    (group / "memory.stat").write_text(f"anon {1 << 20}\n{cached} {2 << 20}\nslab 5\n")
+    assert facts.free_memory_bytes(str(tmp_path)) == 3 << 20
+    (group / limit).write_text("max\n")
+    assert facts.free_memory_bytes(str(tmp_path)) > 4 << 20
 
 
 def test_stock_processes_do_not_get_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,12 +275,12 @@ def test_ratio_is_the_median_of_the_rounds() -> None:
 
 
 def test_results_carry_what_they_were_measured_on(tmp_path: Path) -> None:
-    facts = data.facts("a test")
-    assert facts["exercised_on"] == "a test"
-    assert facts["machine"]["cores"] >= 1
-    assert facts["machine"]["memory_bytes"] > 2**20
-    assert facts["versions"]["distributed"][0].isdigit()
-    path = data.write_json(str(tmp_path / "deep" / "r.json"), facts)
+    found = data.facts("a test")
+    assert found["exercised_on"] == "a test"
+    assert found["machine"]["cores"] >= 1
+    assert found["machine"]["memory_bytes"] > 2**20
+    assert found["versions"]["distributed"][0].isdigit()
+    path = data.write_json(str(tmp_path / "deep" / "r.json"), found)
     assert json.loads(Path(path).read_text())["exercised_on"] == "a test"
     with pytest.raises(ValueError, match="exercised_on"):
         data.write_json(str(tmp_path / "r.json"), {"a": 1})
