@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 import dask.dataframe as dd
@@ -22,7 +23,7 @@ from benchmarks.data import ROOT
 from dask_gpurt.bench.tpch import cli, generate, queries, report, runner, tables
 from dask_gpurt.bench.tpch.clusters import ClusterError, ProcessCluster
 from dask_gpurt.bench.tpch.meters import Meters, Snapshot, Traffic, difference
-from dask_gpurt.bench.tpch.reference import Reference
+from dask_gpurt.bench.tpch.reference import Reference, sql
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -94,6 +95,16 @@ def test_money_stays_decimal(directory: str) -> None:
     assert str(t.lineitem.l_shipdate.dtype) == "date32[day][pyarrow]"
     assert "string_view" not in {str(d) for d in t.part.dtypes}
     assert str(queries.QUERIES[6](t).dtypes["revenue"]) == "decimal128(38, 4)[pyarrow]"
+
+
+def test_query_11_and_its_reference_have_the_same_threshold(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a scale by which 0.0001 does not divide too: a row between two thresholds would be a wrong answer."""
+    given: list[Any] = []
+    monkeypatch.setattr(queries.queries_09_15, "keep", lambda frame, *more: given.append(more[-1]) or frame)
+    queries.QUERIES[11](tables.open_tables(directory, 3.0))
+    found = re.search(r"\* (0\.0*[1-9]\d*) from", sql(11, 3.0))
+    assert found is not None
+    assert given == [Decimal(found[1])]
 
 
 def test_a_wrong_and_a_failing_query_are_told(

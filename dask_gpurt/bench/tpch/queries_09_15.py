@@ -6,6 +6,7 @@ from datetime import date
 from decimal import Decimal
 from typing import Any
 
+from dask_gpurt.bench.tpch.reference import q11_fraction
 from dask_gpurt.bench.tpch.tables import Tables, decimal, keep, largest, mean, order_by, revenue, totals
 
 
@@ -53,8 +54,7 @@ def q11(t: Tables) -> Any:
     offers = offers.merge(supplier[["s_suppkey"]], left_on="ps_suppkey", right_on="s_suppkey")
     offers = offers.assign(value=offers.ps_supplycost * offers.ps_availqty)
     out = offers.groupby("ps_partkey").agg(value=("value", "sum")).reset_index()
-    fraction = Decimal("0.0001") / Decimal(str(t.scale))
-    out = keep(out, "value", "gt", totals(offers[["value"]]), fraction)
+    out = keep(out, "value", "gt", totals(offers[["value"]]), q11_fraction(t.scale))
     return order_by(out, ["value"], False)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import time
+from decimal import Decimal
 from typing import TYPE_CHECKING
 
 from dask_gpurt.bench.progress import Progress, no_progress
@@ -282,8 +283,13 @@ order by cntrycode
 
 
 def sql(number: int, scale: float) -> str:
-    """The text of one query. Q11's fraction is 0.0001 / scale by the specification (clause 2.4.11.3)."""
-    return SQL[number].replace("{q11_fraction}", f"{0.0001 / scale:.12f}".rstrip("0"))
+    """The text of one query."""
+    return SQL[number].replace("{q11_fraction}", f"{q11_fraction(scale):f}")
+
+
+def q11_fraction(scale: float) -> Decimal:
+    """0.0001 / scale by the specification (clause 2.4.11.3), to as many digits as leave DuckDB room for the product."""
+    return Decimal(f"{0.0001 / scale:.12f}".rstrip("0"))
 
 
 class Reference:
