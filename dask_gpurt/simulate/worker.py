@@ -65,7 +65,7 @@ class SimWorker:
         #: see `Result.network_seconds` and `Result.disk_seconds`
         self._network_seconds = 0.0
         self.disk_seconds = 0.0
-        #: tasks that wait for inputs, and since when that and the number of free slots are what they are
+        #: tasks that wait for inputs, and since when that, what is ready and the number of free slots are what they are
         self._waiting = 0
         self._since = 0.0
 
@@ -114,8 +114,8 @@ class SimWorker:
             if d not in self.store:
                 run.missing.add(d)
                 self.inputs.want(d, run, run.priority)
+        self._charge()
         if run.missing:
-            self._charge()
             self._waiting += 1
             self.inputs.communicate()
         else:
@@ -156,10 +156,15 @@ class SimWorker:
         self.sim.tell("steal-response", self, key=key, state=state, stimulus_id=stimulus_id)
 
     def _charge(self) -> None:
-        """Add up the time until now; before a slot or a task changes."""
+        """Add up the time until now; before a slot or a task that waits or is ready changes."""
         now = self.loop.now
-        if self._waiting and self.free:
-            self._network_seconds += (now - self._since) * min(self._waiting, self.free)
+        if self.free:
+            # While writes are not done, what is ready waits for room; a slot is counted once.
+            blocked = max(0.0, min(now, self.store.settled_at) - self._since)
+            held = min(self.free, sum(not run.cancelled for *_, run in self._ready)) if blocked else 0
+            self.disk_seconds += blocked * held
+            self._network_seconds += (now - self._since - blocked) * min(self._waiting, self.free)
+            self._network_seconds += blocked * min(self._waiting, self.free - held)
         self._since = now
 
     def network_seconds(self) -> float:
@@ -168,9 +173,9 @@ class SimWorker:
         return self._network_seconds
 
     def _forget(self, run: Run) -> None:
+        self._charge()
         del self.runs[run.key]
         if run.state is WAITING and run.missing:
-            self._charge()
             self._waiting -= 1
         run.cancelled = True
         self._uses_less(run.inputs)
@@ -203,7 +208,6 @@ class SimWorker:
     def _execute(self) -> None:
         self._woken = False
         if self.store.settled_at > self.loop.now:
-            self.disk_seconds += (self.store.settled_at - self.loop.now) * min(self.free, len(self._ready))
             self._wake()
             return
         self._charge()

@@ -8,6 +8,8 @@ import pytest
 
 from dask_gpurt.simulate.clock import VirtualLoop
 from dask_gpurt.simulate.memory import DISK, MEMORY, Store
+from dask_gpurt.simulate.model import Cluster, TaskSpec, Workload
+from dask_gpurt.simulate.run import simulate
 
 
 def run(loop: VirtualLoop) -> None:
@@ -119,3 +121,17 @@ def test_in_the_background_nobody_waits_until_memory_is_a_quarter_over() -> None
     assert store.put("e", 60) == loop.now
     assert store.where("a") == DISK
     assert store.spilled_bytes == 50 + 20 + 40 + 50
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_waiting_for_room_counts_as_waiting_for_the_disk(in_background: bool) -> None:
+    """Ten results of 2 s of writing each do not fit, one at a time: the slot that does not compute waits for the disk.
+
+    But after the last task, when no other is there to wait.
+    """
+    tasks = {("a", i): TaskSpec((), 1.0, 100_000_000, True) for i in range(10)}
+    cluster = Cluster(1, memory_bytes=100_000_000, disk_write=50e6, spill_in_background=in_background)
+    made = simulate(Workload("w", tasks, list(tasks)), cluster, "stock")
+    assert made.busy_seconds == pytest.approx(10)
+    assert made.disk_seconds == pytest.approx(18, abs=0.1)
+    assert made.network_seconds == 0
