@@ -41,7 +41,7 @@ class Busy:
 
     def arrives(self, seconds: float, function: Callable[[*_Ts], object], *args: *_Ts) -> None:
         """Something to do, which takes so long; what comes meanwhile waits, in order."""
-        if not (seconds or self._draining):
+        if not (seconds or self._draining or self._until > self._loop.now):
             function(*args)
             return
         self._inbox.append((seconds, function, args))

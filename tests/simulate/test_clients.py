@@ -7,6 +7,8 @@ import dataclasses
 import pytest
 
 from dask_gpurt.simulate import Cluster, TaskSpec, Workload, simulate
+from dask_gpurt.simulate.busy import Busy
+from dask_gpurt.simulate.clock import VirtualLoop
 from dask_gpurt.simulate.model import SchedulerCost, Step
 from dask_gpurt.simulate.shapes import racks
 
@@ -97,3 +99,16 @@ def test_placement_learns_zones_as_it_does_live() -> None:
     load = Workload("few", tasks, list(tasks))
     assert len(simulate(load, racks(16), "gpurt").statistics["zones"]) == 2
     assert len(simulate(load, Cluster(16), "gpurt").statistics["zones"]) == 1
+
+
+def test_what_takes_no_time_waits_for_a_busy_scheduler_too() -> None:
+    """It is one thread: what comes while it works on a task is done after that, however little it is."""
+    loop = VirtualLoop()
+    busy = Busy(loop, SchedulerCost(task=1.0))
+    done: list[tuple[str, float]] = []
+    busy.arrives(1.0, lambda: done.append(("task", loop.now)))
+    loop.at(0.5, busy.arrives, 0.0, lambda: done.append(("message", loop.now)))
+    loop.at(3.0, busy.arrives, 0.0, lambda: done.append(("idle", loop.now)))
+    while loop.step():
+        pass
+    assert done == [("task", 0.0), ("message", 1.0), ("idle", 3.0)]
