@@ -281,7 +281,9 @@ def _phases(trace: Trace, kept: list[int], keys: dict[int, Any]) -> list[Phase]:
         after = trace.graphs[groups[i + 1][0]].seconds if i + 1 < len(groups) else math.inf
         submissions, released = [], []
         for g in group:
-            wanted = [n for n in trace.graphs[g].wanted if trace.tasks[n].graph == g and n in set(by_graph[g])]
+            # Of what is wanted, the record may be lost: the recorder drops blocks when its disk is too slow.
+            own = set(by_graph[g])
+            wanted = [n for n in trace.graphs[g].wanted if n in own and trace.tasks[n].graph == g]
             wanted = wanted or [n for n in by_graph[g] if n not in used] or by_graph[g][-1:]
             offset = trace.graphs[g].seconds - begin
             ordered = sorted(by_graph[g], key=lambda n: trace.tasks[n].priority)

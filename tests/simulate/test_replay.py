@@ -95,6 +95,15 @@ def test_what_never_finished_is_left_out_with_all_that_waits_for_it() -> None:
         calibrate.workload(trace, calibrate.Calibration.of(trace))
 
 
+def test_a_trace_that_lost_records_is_replayed_without_them() -> None:
+    """The graph's own record came after the block with the record of its last task was dropped."""
+    trace = _chain(6)
+    del trace.tasks[5]
+    _, phases = calibrate.workload(trace, calibrate.Calibration.of(trace))
+    assert [s.outputs for p in phases for s in p.submissions] == [(("c", 4),)]
+    assert replay(trace, "stock").result.executed == 5
+
+
 def test_graphs_that_overlap_are_one_phase_and_others_are_not() -> None:
     tasks = [
         _task(0, "a", 0, 2, graph=0),
