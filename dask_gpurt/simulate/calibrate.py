@@ -313,7 +313,10 @@ def _run_again(trace: Trace, kept: set[int], by_graph: dict[int, list[int]]) -> 
 
 
 def places(trace: Trace) -> dict[int, int]:
-    """Number of a worker -> index in the simulated cluster; one that came after another has left takes its place."""
+    """Number of a worker -> index in the simulated cluster; one that came after another has left takes its place.
+
+    Those of one host are neighbours, as `Cluster` counts its nodes by index; they join in any order.
+    """
     out: dict[int, int] = {}
     free: list[tuple[float, int]] = []
     count = 0
@@ -327,7 +330,10 @@ def places(trace: Trace) -> dict[int, int]:
             count += 1
         if w.left_seconds is not None:
             free.append((w.left_seconds, out[w.number]))
-    return out
+    hosts: dict[str, int] = {}
+    host_of = {out[n]: hosts.setdefault(trace.workers[n].host, len(hosts)) for n in sorted(out)}
+    index = {place: i for i, place in enumerate(sorted(host_of, key=lambda place: (host_of[place], place)))}
+    return {number: index[place] for number, place in out.items()}
 
 
 def cluster(trace: Trace, calibration: Calibration, *, background: bool = False) -> Cluster:

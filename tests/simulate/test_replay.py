@@ -150,6 +150,19 @@ def test_a_worker_that_came_again_takes_its_old_place() -> None:
     assert calibrate.cluster(trace, calibrate.Calibration.of(trace)).workers == 3
 
 
+def test_workers_of_one_host_are_on_one_node() -> None:
+    """Those of two hosts join by turns. What one of them hands to its neighbour does not cross the network."""
+    trace = _trace(
+        [_task(0, "a", 0, 1, worker=0, nbytes=10**6), _task(1, "b", 2, 3, worker=2, dependencies=(0,))],
+        [Graph(0.0, "c", 2, (1,))],
+    )
+    trace.workers = {i: _worker(i, host="ab"[i % 2]) for i in range(4)}
+    trace.tasks[0].restrictions = {"workers": [0]}
+    trace.tasks[1].restrictions = {"workers": [2]}
+    assert calibrate.places(trace) == {0: 0, 2: 1, 1: 2, 3: 3}
+    assert replay(trace, "stock").result.bytes_moved == {"node": 10**6, "rack": 0, "far": 0}
+
+
 def test_restrictions_and_data_fit_fewer_workers() -> None:
     tasks = [
         TracedTask(0, "data", "data", (), (), data=True, holders=(1,), nbytes=50),
