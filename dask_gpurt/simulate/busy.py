@@ -38,6 +38,7 @@ class Busy:
     def hold(self, seconds: float) -> None:
         """It is busy for so long from now."""
         self._until = self._loop.now + seconds
+        self._loop.worked_seconds += seconds
 
     def arrives(self, seconds: float, function: Callable[[*_Ts], object], *args: *_Ts) -> None:
         """Something to do, which takes so long; what comes meanwhile waits, in order."""

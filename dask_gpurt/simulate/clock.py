@@ -53,6 +53,8 @@ class VirtualLoop:
     def __init__(self) -> None:
         #: virtual seconds since the start
         self.now = 0.0
+        #: of them, those for which the scheduler's thread was at work
+        self.worked_seconds = 0.0
         self._heap: list[tuple[float, int, Callable[..., object], tuple[object, ...], bool]] = []
         self._ready: deque[asyncio.Handle] = deque()
         self._sequence = itertools.count()
@@ -249,6 +251,9 @@ def _clock(loop: VirtualLoop) -> types.SimpleNamespace:
     def unix() -> float:
         return EPOCH + loop.now
 
+    def worked() -> float:
+        return loop.worked_seconds
+
     def nanoseconds() -> int:
         return round(loop.now * 1e9)
 
@@ -261,6 +266,7 @@ def _clock(loop: VirtualLoop) -> types.SimpleNamespace:
             "time": unix,
             "monotonic": now,
             "perf_counter": now,
+            "thread_time": worked,
             "time_ns": unix_nanoseconds,
             "monotonic_ns": nanoseconds,
             "perf_counter_ns": nanoseconds,

@@ -149,6 +149,24 @@ def test_the_clock_goes_forward_and_is_given_back() -> None:
     assert abs(distributed.stealing.time() - time.time()) < 60
 
 
+def test_what_decides_has_the_virtual_clock() -> None:
+    """The reads that are booked on a disk, the budget, the guard, and what the scheduler's thread has worked."""
+    told: list[float] = []
+
+    def look(sim: Simulation, plugin: PlacementPlugin | None) -> None:
+        assert plugin is not None
+        assert plugin.seam is not None
+        assert plugin.engine is not None
+        tables, judge = plugin.engine.tables, plugin.engine.graph_judge
+        told.extend(clock() for clock in (plugin.seam._clock, tables.residence._clock, tables.budget._clock))
+        told.append(judge._loop_seconds())
+        sim.busy.hold(0.25)
+        told.append(judge._loop_seconds())
+
+    simulate(Workload("w", {"a": TaskSpec()}, ["a"]), Cluster(1), "gpurt", prepare=look)
+    assert told == [0.0, 0.0, 0.0, 0.0, 0.25]
+
+
 def test_one_simulation_at_a_time() -> None:
     workload, cluster = build("map", 2, "flat")
 

@@ -105,7 +105,7 @@ class GraphJudge:
         *,
         enabled: bool = True,
         seed: int = 0,
-        loop_seconds: Callable[[], float] = time.thread_time,
+        loop_seconds: Callable[[], float] | None = None,
     ) -> None:
         self.enabled = enabled
         #: whether everything is stock's now. Read on the path of every decision
@@ -132,7 +132,8 @@ class GraphJudge:
         self._clock = clock
         self._retired = retired
         self._lot = random.Random(seed).random
-        self._loop_seconds = loop_seconds
+        # Looked up at each call, so that a simulator can exchange it.
+        self._loop_seconds = loop_seconds or (lambda: time.thread_time())
         #: the present episode; None: none
         self._head: Head | None = None
         self._tasks: Counter[str] = Counter()

@@ -48,13 +48,13 @@ class Tables:
         self.links = LinkMatrix()
         self.zones = Zones()
         #: which copies are on disk, as the workers report it; the extension sets that of its scheduler
-        self.residence = DiskResidency()
+        self.residence = DiskResidency(clock)
         #: which workers can have no device
         self.devices = Devices()
         self.clock = clock
         self.speeds = ClusterSpeed(self.workers, clock)
         self.slack = Slack(scheduler, self.workers, self.durations)
-        self.budget = Budget()
+        self.budget = Budget(clock=clock)
 
     def usual_link(self) -> Link:
         """The path between two workers: between nodes, where there are several."""

@@ -108,10 +108,11 @@ class Seam(Guard):
         scheduler: Scheduler,
         *,
         sink: Sink = null_sink,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
         on_fallback: Callable[[Any, str], None] = lambda key, reason: None,
     ) -> None:
-        super().__init__("placement", logger, sink=sink, clock=clock)
+        # Looked up at each call, so that a simulator can exchange it.
+        super().__init__("placement", logger, sink=sink, clock=clock or (lambda: time.monotonic()))
         self._on_fallback = on_fallback
         self.scheduler = scheduler
         self._installed: dict[str, object] = {}
