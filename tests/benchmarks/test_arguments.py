@@ -213,6 +213,28 @@ def test_a_cluster_that_is_left_to_run_keeps_its_scratch(tmp_path: Path) -> None
     assert spilled.exists()
 
 
+def test_the_directory_of_a_cluster_that_runs_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that --keep-running left, or that of another benchmark; when it has ended, the directory is free."""
+    sleeps = tmp_path / "python"
+    sleeps.write_text("#!/bin/sh\nexec sleep 600\n")
+    sleeps.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(sleeps))
+    clusters = [
+        ProcessCluster("stock", workers=1, threads=1, memory_limit_bytes=2**29, directory=str(tmp_path / "stock"))
+        for _ in range(2)
+    ]
+    try:
+        clusters[0].launch()
+        with pytest.raises(ClusterError, match="is in use by a cluster that runs"):
+            clusters[1].launch()
+        assert (tmp_path / "stock" / "worker-0.log").exists()
+        clusters[0].close()
+        clusters[1].launch()
+    finally:
+        for cluster in clusters:
+            cluster.close()
+
+
 def test_a_second_interrupt_leaves_no_process(tmp_path: Path) -> None:
     class Interrupted:
         def close(self, timeout: float) -> None:

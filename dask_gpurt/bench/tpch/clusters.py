@@ -21,6 +21,7 @@ Every process is the head of a group of its own, so that a nanny's worker goes w
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -29,7 +30,7 @@ import subprocess
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from distributed import Client
 
@@ -145,15 +146,22 @@ class ProcessCluster:
         Raises
         ------
         ClusterError
-            The directory holds something else; it is as it was.
+            The directory holds something else, or a cluster that runs; it is as it was.
         """
         if os.path.isdir(self.directory) and os.listdir(self.directory):
             # Whose it is, its name does not say: "stock" may be data of a user's.
-            if not os.path.exists(os.path.join(self.directory, "scheduler.log")):
+            log = os.path.join(self.directory, "scheduler.log")
+            if not os.path.exists(log):
                 raise ClusterError(
                     f"{self.directory} is not a directory of this benchmark (no scheduler.log). Remedy: another --out, "
                     "or remove it"
                 )
+            with open(log, "rb") as held:
+                if not _lock(held):
+                    raise ClusterError(
+                        f"{self.directory} is in use by a cluster that runs (--keep-running, or another benchmark). "
+                        "Remedy: another --out, or stop that cluster"
+                    )
             shutil.rmtree(self.directory)
         os.makedirs(self.directory, exist_ok=True)
         arguments, _ = ENGINES[self.engine.partition("#")[0]]
@@ -256,6 +264,7 @@ class ProcessCluster:
 
     def _spawn(self, name: str, *arguments: str) -> None:
         with open(os.path.join(self.directory, f"{name}.log"), "wb") as log:
+            _lock(log)
             process = subprocess.Popen(
                 [sys.executable, "-m", "dask", *arguments],
                 stdout=log,
@@ -294,6 +303,17 @@ class ProcessCluster:
                 return "".join(f.readlines()[-15:])
         except OSError as e:
             return f"(no log: {e})"
+
+
+def _lock(log: IO[bytes]) -> bool:
+    """Lock a log, which the process that writes it holds open and so keeps locked; False: another has locked it."""
+    try:
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # a file system without locks does not tell
+    return True
 
 
 def _signal(processes: Sequence[tuple[str, subprocess.Popen[bytes]]], number: signal.Signals) -> None:
