@@ -106,7 +106,8 @@ def changes(a: dict[str, Any], b: dict[str, Any]) -> list[Change]:
             f"no query and engine are in both: {_list(a['queries'])} on {_list(_engines(a))}, and "
             f"{_list(b['queries'])} on {_list(_engines(b))}"
         )
-    baseline = _engines(a)[0] if _engines(a)[0] == _engines(b)[0] and len(engines) > 1 else None
+    # The first of both files; it may be one that some query lacks.
+    baseline = engines[0] if engines[0] == _engines(a)[0] == _engines(b)[0] and len(engines) > 1 else None
     out = []
     for query in queries:
         for engine in engines:

@@ -113,3 +113,8 @@ def test_an_engine_that_some_query_lacks_is_left_out(tmp_path: Path) -> None:
     code, text = invoke(tmp_path, both, one)
     assert code == 0
     assert "gpurt" not in text
+    # Nor is it what the others are compared with.
+    less = result({"q01": {"stock": runs, "gpurt": runs, "stock-inf": runs}, "q02": {"gpurt": runs, "stock-inf": runs}})
+    code, text = invoke(tmp_path, less, less)
+    assert code == 0
+    assert "q02 stock-inf: 1.000 -> 1.000 s" in text
