@@ -181,7 +181,7 @@ class Phase:
     submissions: tuple[Submission, ...]
     #: how long it took in the trace
     recorded_seconds: float
-    #: outputs that the client let go of before the next phase
+    #: outputs, of this or an earlier phase, that the client let go of before the next phase
     released: tuple[Key, ...] = ()
 
 
@@ -275,11 +275,12 @@ def _phases(trace: Trace, kept: list[int], keys: dict[int, Any]) -> list[Phase]:
         groups[-1].append(graph)
         until = max(until, *(trace.tasks[n].finished_seconds or begin for n in by_graph[graph]))
     out = []
+    held: list[int] = []
     for i, group in enumerate(groups):
         begin = trace.graphs[group[0]].seconds
         end = max(trace.tasks[n].finished_seconds or begin for g in group for n in by_graph[g])
         after = trace.graphs[groups[i + 1][0]].seconds if i + 1 < len(groups) else math.inf
-        submissions, released = [], []
+        submissions = []
         for g in group:
             # Of what is wanted, the record may be lost: the recorder drops blocks when its disk is too slow.
             own = set(by_graph[g])
@@ -288,12 +289,17 @@ def _phases(trace: Trace, kept: list[int], keys: dict[int, Any]) -> list[Phase]:
             offset = trace.graphs[g].seconds - begin
             ordered = sorted(by_graph[g], key=lambda n: trace.tasks[n].priority)
             submissions.append(Submission(tuple(keys[n] for n in ordered), tuple(keys[n] for n in wanted), offset))
-            for n in wanted:
-                gone = trace.tasks[n].released_seconds
-                if gone is not None and gone <= after:
-                    released.append(keys[n])
-        out.append(Phase(tuple(submissions), end - begin, tuple(released)))
+            held += wanted
+        gone = {n for n in held if _let_go(trace.tasks[n], after)}
+        held = [n for n in held if n not in gone]
+        out.append(Phase(tuple(submissions), end - begin, tuple(keys[n] for n in sorted(gone))))
     return out
+
+
+def _let_go(task: TracedTask, before: float) -> bool:
+    """Whether a result was released for good by then; one whose worker was lost is released, and made again."""
+    gone = task.released_seconds
+    return gone is not None and (task.finished_seconds or 0.0) <= gone <= before
 
 
 def _run_again(trace: Trace, kept: set[int], by_graph: dict[int, list[int]]) -> None:

@@ -126,6 +126,32 @@ def test_graphs_that_overlap_are_one_phase_and_others_are_not() -> None:
     assert made.phases[0] == pytest.approx(2.5, abs=0.1)
 
 
+def _three_phases(released: float, runs: int = 1) -> Trace:
+    """A result of the first is used in the second; the third has nothing to do with it."""
+    tasks = [
+        _task(0, "held", 0, 1, graph=0, runs=runs),
+        _task(1, "used", 10, 11, graph=1, dependencies=(0,)),
+        _task(2, "else", 20, 21, graph=2),
+    ]
+    tasks[0].released_seconds = released
+    return _trace(tasks, [Graph(0.0, "c", 1, (0,)), Graph(9.5, "c", 1, (1,)), Graph(19.5, "c", 1, (2,))])
+
+
+def test_what_a_client_held_for_some_graphs_is_let_go_after_them() -> None:
+    trace = _three_phases(released=15.0)
+    _, phases = calibrate.workload(trace, calibrate.Calibration.of(trace))
+    assert [p.released for p in phases] == [(), ("held",), ()]
+    assert replay(trace, "stock").result.executed == 3
+
+
+def test_a_result_that_was_lost_and_made_again_is_still_held() -> None:
+    """Its worker was lost, by which it was released; the second run is what the next graph needs."""
+    trace = _three_phases(released=0.5, runs=2)
+    _, phases = calibrate.workload(trace, calibrate.Calibration.of(trace))
+    assert [p.released for p in phases] == [(), (), ()]
+    assert replay(trace, "stock").result.executed == 3
+
+
 def test_a_task_that_was_there_before_and_ran_again_comes_with_the_graph_that_needs_it() -> None:
     """The sources of a persisted frame are released; a graph that is recorded has them computed again."""
     tasks = [
