@@ -223,6 +223,11 @@ def workload(trace: Trace, calibration: Calibration) -> tuple[Workload, list[Pha
         if t.data
     }
     phases = _phases(trace, kept, keys)
+    if not phases:
+        raise TraceError(
+            f"{trace.path} has no graph of which a task finished: its tasks were there before. Remedy: begin to record "
+            "before the work is submitted"
+        )
     outputs = [k for p in phases for s in p.submissions for k in s.outputs]
     return Workload(trace.path, tasks, list(dict.fromkeys(outputs)), inputs), phases
 

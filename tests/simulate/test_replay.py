@@ -104,6 +104,13 @@ def test_a_trace_that_lost_records_is_replayed_without_them() -> None:
     assert replay(trace, "stock").result.executed == 5
 
 
+def test_a_recording_that_began_after_the_graph_is_refused() -> None:
+    """A prediction of 0 s for a run that was not replayed would pass every gate."""
+    trace = _trace([_task(0, "a", 0, 1, graph=None)], [])
+    with pytest.raises(TraceError, match="Remedy: begin to record before the work is submitted"):
+        replay(trace, "stock")
+
+
 def test_graphs_that_overlap_are_one_phase_and_others_are_not() -> None:
     tasks = [
         _task(0, "a", 0, 2, graph=0),
