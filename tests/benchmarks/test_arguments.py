@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -14,6 +15,7 @@ from click.testing import CliRunner
 
 from benchmarks import compare, data
 from dask_gpurt.bench import facts
+from dask_gpurt.bench.progress import Bar
 from dask_gpurt.bench.tpch import cli, generate, queries, reference
 from dask_gpurt.bench.tpch.clusters import (
     ClusterError,
@@ -182,6 +184,20 @@ def test_what_the_machine_cannot_do_is_no_wrong_answer(
     (gone / "complete.json").write_text(json.dumps({"scale": 1.0, "layout": 2, "parts": generate.parts(1.0)}))
     assert cli.main([*where, str(gone)]) == 2
     assert "DuckDB cannot read region" in capsys.readouterr().err
+
+
+def test_a_kill_that_a_finalizer_swallowed_ends_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def killed(options: object) -> int:
+        with contextlib.suppress(SystemExit):  # as an interpreter does in a finalizer
+            os.kill(os.getpid(), signal.SIGTERM)
+        Bar(cli._interrupted)(0, 1, "q01")
+        return 0
+
+    monkeypatch.setattr(cli, "run", killed)
+    assert cli.main(["--engines", "stock", "--memory-limit", "1GiB", "--out", str(tmp_path)]) == 130
+    assert "interrupted" in capsys.readouterr().err
 
 
 def test_under_nohup_the_end_of_the_terminal_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

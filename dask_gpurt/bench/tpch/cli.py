@@ -107,16 +107,16 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "dask gpurt bench tpc
             signal.signal(number, handler)
 
 
-def _leave(number: int, frame: Any) -> None:
-    raise SystemExit(128 + number)
-
-
-#: set by Ctrl-C
+#: set by Ctrl-C and by a kill: an exception that is raised in a finalizer or in a callback may never reach us
 _interrupted = threading.Event()
 
 
+def _leave(number: int, frame: Any) -> None:
+    _interrupted.set()
+    raise SystemExit(128 + number)
+
+
 def _interrupt(number: int, frame: Any) -> None:
-    # An exception that is raised in a finalizer or in a library's callback may never reach us: so it is also noted.
     _interrupted.set()
     raise KeyboardInterrupt
 
