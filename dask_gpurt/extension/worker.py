@@ -2,7 +2,8 @@
 
 `GpurtWorker.teardown` removes it. Dask calls that on three occasions: a detach, a re-registration under the same
 name, and the worker's own close. On the last there is nothing to give back: the store dies with its worker, and
-draining it into Dask's would read every spilled byte for no use.
+draining it into Dask's would read every spilled byte for no use. What has to end then ends as well where a preload has
+installed the parts and no scheduler has sent the plugin (`WorkerParts.end`).
 """
 
 from __future__ import annotations
@@ -49,6 +50,17 @@ logger = logging.getLogger("distributed.worker.gpurt")
 #: Where a worker keeps its `WorkerParts`; a worker preload and the plugin sent by the scheduler share it. An attribute
 #: of the worker and not a table keyed by it: the parts refer to the worker, so a weak-keyed table would keep both.
 ATTRIBUTE = "_gpurt"
+_ENDING = (Status.closing, Status.closed)
+
+
+class _CloseHook:
+    """Among the worker's extensions, which are closed with it."""
+
+    def __init__(self, parts: WorkerParts) -> None:
+        self._parts = parts
+
+    async def close(self) -> None:
+        await self._parts.end()
 
 
 class WorkerParts:
@@ -100,6 +112,7 @@ class WorkerParts:
         if settings.observe.enabled:
             await self.parts.add("slots", self._add_slots, wanted=False)
         setattr(worker, ATTRIBUTE, self)
+        worker.extensions[NAME] = _CloseHook(self)
         self.follow_safe_mode()
         # A new dict: a heartbeat may be waiting half-way through the old one, and an exception there closes the worker.
         worker.metrics = {**worker.metrics, NAME: _heartbeat}
@@ -221,13 +234,22 @@ class WorkerParts:
 
         return undo
 
-    async def uninstall(self) -> None:
-        """Give the worker back to stock Dask; every key stays readable throughout."""
+    async def end(self) -> None:
+        """Stop what would go on for as long as the process, and keep the worker with its data. Idempotent."""
+        prometheus.withdraw(self.worker)
+        frozen.thaw(self.worker)
         self.stop_proving()
         self.watch(False)
+        if self.feed is not None:
+            await self.feed.stop()
+
+    async def uninstall(self) -> None:
+        """Give the worker back to stock Dask; every key stays readable throughout."""
+        await self.end()
         vars(self.worker).pop(ATTRIBUTE, None)
+        if self.worker.status not in _ENDING:  # else it may be at work on them, and they must not change
+            self.worker.extensions.pop(NAME, None)
         self.worker.metrics = {k: v for k, v in self.worker.metrics.items() if k != NAME}
-        prometheus.withdraw(self.worker)
         try:
             if (way := plane.existing(self.worker)) is not None:
                 # Its sockets and threads. No shuffle of ours runs any more: the scheduler's part would not have left.
@@ -382,13 +404,8 @@ class GpurtWorker(WorkerPlugin):
     async def teardown(self, worker: Worker) -> None:
         """Give the worker back, unless it is closing."""
         parts = on_worker(worker)
-        prometheus.withdraw(worker)
-        frozen.thaw(worker)
-        if parts is not None:
-            parts.stop_proving()
-            parts.watch(False)
-            if parts.feed is not None:  # it would go on for as long as the process, and keep the worker with its data
-                await parts.feed.stop()
-        if parts is None or worker.status in (Status.closing, Status.closed):
+        if parts is None:
             return
-        await parts.uninstall()
+        await parts.end()
+        if worker.status not in _ENDING:
+            await parts.uninstall()

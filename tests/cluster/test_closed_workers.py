@@ -12,6 +12,8 @@ from distributed.utils_test import gen_cluster, inc
 
 from dask_gpurt.config import Settings
 from dask_gpurt.extension import NAME, GpurtScheduler, on_worker
+from dask_gpurt.memory import frozen
+from dask_gpurt.observe.figures import prometheus
 
 
 @pytest.mark.cluster
@@ -33,3 +35,17 @@ async def test_a_worker_that_has_closed_is_not_kept(c: Client, s: Scheduler) -> 
     gc.collect()
     assert [ref() for ref in closed[:-1]] == [None, None], "the last one may still be in a frame"
     await plugin.uninstall()
+
+
+@pytest.mark.cluster
+@gen_cluster(nthreads=[])
+async def test_a_preloaded_worker_of_a_stock_scheduler_is_not_kept(s: Scheduler) -> None:
+    async with Worker(s.address, nthreads=1, preload=["dask_gpurt.preload"]) as w:
+        assert [t for t in asyncio.all_tasks() if t.get_name() == "gpurt-feed"]
+        figures = prometheus._collector
+        assert figures is not None
+        assert w in figures.sources
+    # Nobody has sent the plugin, so none is torn down.
+    assert not [t for t in asyncio.all_tasks() if t.get_name() == "gpurt-feed"]
+    assert w not in figures.sources
+    assert w not in frozen._owners
