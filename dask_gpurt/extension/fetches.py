@@ -72,11 +72,30 @@ class Fetches(Wrapped):
         #: sender -> fetches in a row that failed their checksum
         self._in_a_row: Counter[str] = Counter()
         self._ways: tuple[Wrapped, ...] = ()
-        if verify:
-            seam.check_checksums(worker)
-            signed.register()
-            self._ways = (_Ask(worker.rpc, "connect"), _Answer(worker.handlers, self.counts))
         super().__init__(worker, "gather_dep")
+        if verify:
+            self.verify()
+
+    @property
+    def verifies(self) -> bool:
+        """Whether it asks for checksums."""
+        return bool(self._ways)
+
+    def verify(self) -> None:
+        """Ask for checksums from now on, and send them.
+
+        Raises
+        ------
+        SeamMismatch
+            This worker has not what they rely on. Nothing was changed.
+        """
+        worker = self._worker
+        seam.check_checksums(worker)
+        signed.register()
+        self._ways = (_Ask(worker.rpc, "connect"), _Answer(worker.handlers, self.counts))
+        if self._active:
+            for way in self._ways:
+                way.install()
 
     def install(self) -> None:
         """Put ours in their places."""
@@ -87,6 +106,10 @@ class Fetches(Wrapped):
     def uninstall(self) -> None:
         """Put back what was there; fetches under way end as they would have. A second call does nothing."""
         super().uninstall()
+        self.stop_verifying()
+
+    def stop_verifying(self) -> None:
+        """Put back what was there for checksums."""
         for way in self._ways:
             way.uninstall()
 

@@ -94,6 +94,9 @@ class WorkerParts:
         known = on_worker(worker)
         if known is not None:
             known.settings = settings
+            # A preload has read the worker's own settings; the scheduler's count.
+            if settings.transfers.verify and known.fetches is not None and not known.fetches.verifies:
+                await known.parts.add("checksums", known._add_checksums)
             if known.runtime is not None:
                 await TierRuntime.install(worker, settings.tiers, sink=known.journal)
             known.follow_safe_mode()
@@ -196,6 +199,17 @@ class WorkerParts:
         async def undo() -> None:
             fetches.uninstall()
             self.fetches = None
+
+        return undo
+
+    async def _add_checksums(self) -> Callable[[], Awaitable[None]]:
+        # A part of its own: what wraps others' wrappers has to leave before them.
+        fetches = self.fetches
+        assert fetches is not None
+        fetches.verify()
+
+        async def undo() -> None:
+            fetches.stop_verifying()
 
         return undo
 

@@ -15,7 +15,7 @@ from distributed.utils_test import NO_AMM, async_poll_for, gen_cluster
 
 from dask_gpurt.config import Settings
 from dask_gpurt.errors import CorruptTransfer
-from dask_gpurt.extension import GpurtScheduler, on_worker, signed
+from dask_gpurt.extension import GpurtScheduler, WorkerParts, on_worker, signed
 from dask_gpurt.extension.corrupt import LIMIT
 from dask_gpurt.extension.fetches import Fetches
 from dask_gpurt.extension.signed import FAMILY, Fetch
@@ -250,6 +250,20 @@ async def test_a_peer_with_the_tiers_and_without_checksums(c: Any, s: Any, a: An
         assert ours.counts["unverified"] == 1
         assert on_worker(b).runtime.guard.parts["get_data"].failures == 0
         ours.uninstall()
+
+
+@gen_cluster(client=True, nthreads=[("", 1)] * 2, config=NO_AMM)
+async def test_preloaded_workers_do_what_the_scheduler_says(c: Any, s: Any, a: Any, b: Any) -> None:
+    for worker in (a, b):
+        await WorkerParts.install(worker, Settings.load({}))
+    async with extended(s):
+        x = c.submit(lambda: ARRAY, key="x", workers=[a.address])
+        await x
+        _wire[0].flips = 1
+        assert await c.submit(lambda v: bool((v == ARRAY).all()), x, workers=[b.address])
+        assert [counts(b)[name] for name in ("verified", "corrupt")] == [1, 1]
+    assert "connect" not in vars(b.rpc)
+    assert a.handlers["get_data"] == a.get_data
 
 
 VALUES = {
