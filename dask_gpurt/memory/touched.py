@@ -34,8 +34,11 @@ class Touched:
         #: the memory; writeable
         self.view = memoryview(self._area)[begin : begin + nbytes]
         pages = numpy.frombuffer(self.view, "u1")[:: mmap.PAGESIZE]
-        with ThreadPoolExecutor(THREADS, thread_name_prefix="gpurt-touch") as threads:
-            list(threads.map(lambda some: some.fill(0), numpy.array_split(pages, THREADS)))
+        try:
+            with ThreadPoolExecutor(THREADS, thread_name_prefix="gpurt-touch") as threads:
+                list(threads.map(lambda some: some.fill(0), numpy.array_split(pages, THREADS)))
+        except RuntimeError:  # the system starts no more threads
+            pages.fill(0)
 
     @property
     def address(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import threading
 
 import numpy as np
 import psutil
@@ -40,3 +41,24 @@ def test_a_part_that_is_looked_at_outlives_it() -> None:
     part = np.frombuffer(area.view, "u1")[100:200]
     area.end()
     assert part.tobytes() == b"y" * 100
+
+
+@pytest.mark.parametrize("starts", [0, 2])
+def test_where_the_system_starts_no_more_threads_it_is_touched_by_this_one(
+    starts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = [None] * starts
+    start = threading.Thread.start
+
+    def limited(thread: threading.Thread) -> None:
+        if not left:
+            raise RuntimeError("can't start new thread")
+        left.pop()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    process = psutil.Process()
+    before = process.memory_info().rss
+    area = Touched(64 * MB)
+    assert process.memory_info().rss - before > 50 * MB
+    area.end()
