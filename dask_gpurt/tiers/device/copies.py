@@ -47,7 +47,7 @@ class Copies:
         except MemoryError as e:  # of the host, or of what the backend keeps apart for this: another one may need less
             self.failed(e)
             return None
-        except Exception as e:
+        except BaseException as e:  # a panic of an extension in Rust is no `Exception`
             box.unspillable = True
             self.unspillable += 1
             self.failed(e)
@@ -68,7 +68,7 @@ class Copies:
         LostData
             The copy cannot be read. (One that is damaged is noticed, see `handle`.)
         MemoryError
-            The device has no room for it.
+            The host has no memory to read it now.
         OSError
             The process has too few descriptors, or the like, to read it now.
         DecodeError
@@ -78,9 +78,6 @@ class Copies:
         start = time.perf_counter()
         try:
             value, _ = box.handle.load(self.backend)
-        except MemoryError:
-            self.load_failures += 1
-            raise
         except DecodeError as e:
             self.load_failures += isinstance(e.__cause__, MemoryError)
             raise

@@ -26,7 +26,7 @@ import numpy
 
 from dask_gpurt.errors import CorruptData, TierFull
 from dask_gpurt.tiers.storage.codec import flat
-from dask_gpurt.tiers.storage.handle import DecodeError, IoCost, decoded
+from dask_gpurt.tiers.storage.handle import IoCost, decoded
 from dask_gpurt.tiers.storage.protocol import TierMetrics
 
 if TYPE_CHECKING:
@@ -219,12 +219,7 @@ class SlabHandle:
         if decode_pieces is not None:
             pieces = [self.pieces(i) for i in range(len(self.frames))]
             middle = time.perf_counter()
-            try:
-                value = decode_pieces(pieces)
-            except MemoryError:  # of the device: says nothing about the copy
-                raise
-            except Exception as e:
-                raise DecodeError from e
+            value = decoded(decode_pieces, pieces)
         else:
             buffers = [self._joined(i) for i in range(len(self.frames))]
             middle = time.perf_counter()

@@ -117,3 +117,45 @@ def test_a_container_is_outside_where_all_of_it_is() -> None:
     elsewhere, inside = Elsewhere(pattern(0, SIZE)), backend.inner.make(1, SIZE)
     assert backend.outside([elsewhere])
     assert not backend.outside([elsewhere, inside])
+
+
+class _Panic(BaseException):
+    """As what an extension in Rust raises when it panics."""
+
+
+class _Panics:
+    """A member in host memory."""
+
+    def __init__(self, *, writing: bool) -> None:
+        self.writing = writing
+
+    def __reduce__(self) -> Any:
+        if self.writing:
+            raise _Panic("in Rust")
+        return _panic, ()
+
+
+def _panic() -> None:
+    raise _Panic("in Rust")
+
+
+@pytest.mark.parametrize("blocks", [None, 0], ids=["blocks", "disk"])
+def test_a_member_that_panics_when_it_is_read_raises_what_a_task_can_end_with(
+    tmp_path: Path, blocks: int | None
+) -> None:
+    rig = ContainerRig(tmp_path, 5 * SIZE, blocks=blocks)
+    box = rig.space.put("a", [rig.backend.make(0, SIZE), _Panics(writing=False)])
+    assert rig.space.spill(1) == SIZE
+    with pytest.raises(RuntimeError, match="cannot be unpickled: _Panic: in Rust"):
+        box.get()
+    assert box.state is BoxState.BELOW
+
+
+def test_a_member_that_panics_when_it_is_written_stays_and_others_leave(tmp_path: Path) -> None:
+    rig = ContainerRig(tmp_path, 5 * SIZE)
+    stays = rig.space.put("a", [rig.backend.make(0, SIZE), _Panics(writing=True)])
+    leaves = rig.space.put("b", [rig.backend.make(1, SIZE)])
+    assert rig.space.spill(2 * SIZE) == SIZE
+    assert (stays.state, leaves.state) == (BoxState.DEVICE, BoxState.BELOW)
+    assert stays.unspillable
+    assert "_Panic: in Rust" in rig.space.copies.last_error
