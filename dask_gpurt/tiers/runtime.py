@@ -35,7 +35,7 @@ from dask_gpurt.tiers.shared.worker import SharedCopies
 from dask_gpurt.tiers.statistics import Figures
 from dask_gpurt.tiers.storage.stack import Below
 from dask_gpurt.tiers.stores.shard_store import TierShardStore
-from dask_gpurt.tiers.threads import run_apart
+from dask_gpurt.tiers.threads import call_apart, run_apart
 from dask_gpurt.tiers.worker import spill_buffer
 from dask_gpurt.tiers.worker.memory_watch import MemoryWatch
 from dask_gpurt.tiers.worker.seam import WorkerSeam, pending_plugins
@@ -115,6 +115,8 @@ class TierRuntime:
         #: the device tier on its way, where something began to use a device after our start
         self._coming: asyncio.Task[None] | None = None
         self._running = True
+        #: it is being taken out: no device tier comes any more
+        self._leaves = False
         #: the worker closes, whatever its status is: a scheduler that cannot retire it sets that to running again
         self.closing = False
 
@@ -160,7 +162,7 @@ class TierRuntime:
             try:
                 device = None
                 if terms.decision.works:
-                    device = await asyncio.to_thread(DeviceMemory.open, worker, settings, limits.budget_bytes, terms)
+                    device = await call_apart(DeviceMemory.open, worker, settings, limits.budget_bytes, terms)
             except BaseException:
                 await below.abandon()
                 undo()
@@ -192,8 +194,9 @@ class TierRuntime:
         async with _locks.setdefault(self._worker, asyncio.Lock()):
             if not self._running:
                 return
+            self._leaves = True
             if self._coming is not None:  # before the store is given back
-                await asyncio.wait([self._coming])
+                await asyncio.wait([self._coming], timeout=CLOSE_SECONDS)  # its driver may hang
             if self._shared is not None:
                 if self._ends():
                     # What is there may be adopted by others; a scheduler that listens sweeps.
@@ -332,19 +335,22 @@ class TierRuntime:
         try:
             terms = await coexistence.terms_of(self._worker, self._settings, ())
             device = None
-            if terms.decision.works and self._running:
+            if terms.decision.works and not self._leaves:
                 budget = self._limits.budget_bytes
-                device = await asyncio.to_thread(DeviceMemory.open, self._worker, self._settings, budget, terms)
+                device = await call_apart(DeviceMemory.open, self._worker, self._settings, budget, terms)
         except Exception as e:  # the libraries that it opens raise what they like; stock has no tier either
             self.guard.failed("device")
             terms, device = Terms(coexistence.Decision(f"{type(e).__name__}: {e}")), None
+        if device is not None and self._leaves:
+            await self._close_device(device)
+            return
         self._terms = terms
         self._figures = dataclasses.replace(self._figures, device=device, device_off=str(terms.decision))
         if device is None:
             logger.warning("No device tier: %s", terms.decision)
             return
         self._use(device)
-        if self._running and self._seam is not None:
+        if self._seam is not None:
             self._seam.store.use_device(device.space)
             self._seam.serve_device(device)
 

@@ -21,13 +21,13 @@ Rejected: refusing the worker under ``auto``. Placement and shuffles need no dev
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.backends import cuda, dask_cuda, rocm
 from dask_gpurt.backends.dask_cuda import Allocator, Store
 from dask_gpurt.errors import InstallError
+from dask_gpurt.tiers.threads import call_apart
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -157,7 +157,7 @@ async def terms_of(worker: Worker, settings: TierSettings, pending: Iterable[Wor
         )
     if settings.device == "auto" and not cuda.has_context() and not dask_cuda.is_here(worker, pending):
         return Terms(Decision("nothing uses a CUDA device here"), wanted=False, later=True)
-    found = await asyncio.to_thread(cuda.probe)
+    found = await call_apart(cuda.probe)
     if found.reason:
         return required(Terms(Decision(f"{found.reason}; {rocm.reason()}")), settings)
     setup = dask_cuda.look(worker, pending, device=found.device, integrated=found.integrated)

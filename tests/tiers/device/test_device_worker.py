@@ -20,6 +20,7 @@ from dask_gpurt.backends import cuda, device_values, rocm
 from dask_gpurt.config import Settings
 from dask_gpurt.errors import InstallError
 from dask_gpurt.extension import GpurtScheduler, on_worker
+from dask_gpurt.tiers import runtime as tier_runtime
 from dask_gpurt.tiers.device import coexistence
 from dask_gpurt.tiers.device.oom import out_of_memory, with_note
 from dask_gpurt.tiers.device.setup import DeviceMemory, Late
@@ -274,6 +275,36 @@ async def test_a_tier_that_cannot_be_opened_later_leaves_the_worker_alone(c: Cli
         await async_poll_for(lambda: "a library" in runtime.statistics()["device_off"], timeout=30)
         runtime.heartbeat()
     assert runtime.statistics()["fallbacks"] == {"device": 1}
+    assert await c.submit(sum, [1, 2]) == 3
+
+
+@pytest.mark.cluster
+@gen_cluster(client=True, nthreads=[("", 1)], config=CONFIG)
+async def test_a_driver_that_hangs_keeps_no_worker_from_closing(c: Client, s: Scheduler, a: Worker) -> None:
+    settings = Settings.load({"tiers.device": "auto", "tiers.disk-reserve": 0}).tiers
+    asked, answers = threading.Event(), threading.Event()
+
+    def probe() -> cuda.Probe:
+        assert threading.current_thread().daemon, "else it would keep the process from ending"
+        asked.set()
+        answers.wait(60)
+        return cuda.Probe("no answer")
+
+    with mock.patch.object(cuda, "has_context", return_value=False):
+        runtime = await TierRuntime.install(a, settings)
+    with (
+        mock.patch.object(cuda, "has_context", return_value=True),
+        mock.patch.object(cuda, "probe", probe),
+        mock.patch.object(tier_runtime, "CLOSE_SECONDS", 0.1),
+    ):
+        runtime.heartbeat()
+        await async_poll_for(asked.is_set, timeout=30)
+        try:
+            await asyncio.wait_for(runtime.uninstall(), 30)
+        finally:
+            answers.set()
+        await async_poll_for(lambda: runtime._coming is not None and runtime._coming.done(), timeout=30)
+    assert runtime.statistics()["fallbacks"] == {}
     assert await c.submit(sum, [1, 2]) == 3
 
 
