@@ -169,3 +169,30 @@ def test_memory_kept_for_later_is_a_part_of_what_values_may_take(
         await watch.end()
 
     run_rig(main, budget=limit // 2)
+
+
+def test_values_leave_where_the_system_starts_no_thread_to_give_memory_back(
+    run_rig: RunRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main(rig: Rig) -> None:
+        fake = worker(100_000_000)
+        fake.status = Status.paused
+        fake.monitor = SimpleNamespace(get_process_memory=lambda: 95_000_000)
+        watch = MemoryWatch(fake, rig.engine, limits_of(fake, Settings.load().tiers, shards_only=False))
+        watch.stop()
+        pages.take(SMALLEST)
+        rig.store["x"] = bytes(5_000_000)
+
+        def refuse(executor: Any, function: Any, *args: Any) -> None:
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(rig.engine.io.loop, "run_in_executor", refuse)
+            watch.look()
+            assert pages.idle_bytes == 0
+        assert (watch.alarms, watch.trims) == (1, 1)
+        await rig.settle()
+        assert rig.store.entry("x").state is State.STORED  # type: ignore[union-attr]
+        await watch.end()
+
+    run_rig(main, budget=100_000_000)

@@ -36,6 +36,7 @@ from dask_gpurt.tiers.threads import run_apart
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Callable
 
     from distributed.worker import Worker
 
@@ -94,7 +95,7 @@ class MemoryWatch:
         #: how much may wait where there is room enough
         self._kept_bytes = 0
         #: the allocator is at it
-        self._trimming: asyncio.Future[None] | None = None
+        self._trimming: asyncio.Future[object] | None = None
         self.set_limits(limits)
 
     def set_limits(self, limits: Limits) -> None:
@@ -129,7 +130,14 @@ class MemoryWatch:
         if now - self._trimmed >= _TRIM_SECONDS and not under_way:
             self._trimmed = now
             self.trims += 1
-            self._trimming = self._engine.io.loop.run_in_executor(None, _give_back)
+            self._trimming = self._in_thread(_give_back)
+
+    def _in_thread(self, function: Callable[[], object]) -> asyncio.Future[object] | None:
+        try:
+            return self._engine.io.loop.run_in_executor(None, function)
+        except RuntimeError:  # the system starts no thread, and values are to leave all the same
+            function()
+            return None
 
     def look(self) -> None:
         """Look at the resident set once, and act."""
@@ -149,7 +157,7 @@ class MemoryWatch:
             _allow(self, max(0, min(self._kept_bytes, int(_KEPT_OF_ROOM * room))))
         if size > high and idle:
             # At once, as values would have to leave for it: the turns of `trim` are half a second apart.
-            self._engine.io.loop.run_in_executor(None, pages.trim)
+            self._in_thread(pages.trim)
             size -= idle
         if size <= high:
             self._engine.shrink(0)
