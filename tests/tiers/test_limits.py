@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -196,3 +197,11 @@ def test_values_leave_where_the_system_starts_no_thread_to_give_memory_back(
         await watch.end()
 
     run_rig(main, budget=100_000_000)
+
+
+def test_a_pyarrow_that_is_being_imported_has_no_pool_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", ModuleType("pyarrow"))
+    trimmed: list[bool] = []
+    monkeypatch.setattr(memory_watch, "arenas", SimpleNamespace(trim=lambda: trimmed.append(True)))
+    memory_watch._give_back()
+    assert trimmed == [True]

@@ -60,9 +60,10 @@ _END_SECONDS = 5.0
 
 def _give_back() -> None:
     reclaim.give_back()
-    arrow = sys.modules.get("pyarrow")
-    if arrow is not None:  # its own allocator keeps what it freed until it is used again
-        arrow.default_memory_pool().release_unused()
+    # Arrow's own allocator keeps what it freed until it is used again. While it is imported it has no pool yet.
+    pool = getattr(sys.modules.get("pyarrow"), "default_memory_pool", None)
+    if pool is not None:
+        pool().release_unused()
     arenas.trim()
 
 
