@@ -310,6 +310,11 @@ def _prices(value: Any) -> float | dict[str, float] | None:
 def _folders(value: Any) -> tuple[str, ...]:
     folders = () if value is None else (value,) if isinstance(value, str) else tuple(value)
     for folder in folders:
+        if not folder.strip():  # it would be the folder that the worker was started in
+            raise ConfigError(
+                f"gpurt.tiers.directory is {folder!r}, must be a folder of the worker, a list of them, or null for "
+                "the worker's local directory"
+            )
         if "://" in str(folder):
             raise ConfigError(
                 f"gpurt.tiers.directory is {folder!r}, must be a folder of the worker. Remedy: "

@@ -64,6 +64,8 @@ def test_every_key_is_an_argument_of_the_preload() -> None:
         ({"tiers.disk-limit": 10**30}, [str(10**30), "<= 1 EiB"]),
         ({"shuffle.receive-budget": "16 EiB"}, ["'16 EiB'", "<= 1 EiB"]),
         ({"tiers.directory": ["/tmp", "s3://bucket/x"]}, ["'s3://bucket/x'", "gpurt.tiers.object-store"]),
+        ({"tiers.directory": ""}, ["gpurt.tiers.directory is ''", "null for the worker's local directory"]),
+        ({"tiers.directory": ["/tmp", " "]}, ["gpurt.tiers.directory is ' '", "null for the worker's local"]),
         ({"tiers.enabled": 1}, ["true or false"]),
         ({"placement.candidates": True}, ["an integer"]),
         ({"placement.candidates": 1000}, [">= 2 and <= 64"]),
