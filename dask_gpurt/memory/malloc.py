@@ -115,7 +115,7 @@ class Heap:
         self._kept = 0
         #: whether the thresholds are high
         self.warm = False
-        #: least memory limit of the workers that asked, bytes; 0: none
+        #: least memory limit of the workers whose runs are open, or were the last to be, bytes; 0: none
         self._limit_bytes = 0
         #: bytes freed since the last look
         self._freed = 0
@@ -147,10 +147,10 @@ class Heap:
         with self._lock:
             self.users += 1
             self._kept += 1
+            if self.users == 1:  # what was left by workers that may be gone
+                self._limit_bytes = self._mark_bytes = 0
             if limit_bytes:
                 self._limit_bytes = min(self._limit_bytes or limit_bytes, limit_bytes)
-            if self.users == 1:
-                self._mark_bytes = 0
             if self.warm or not self._active:
                 return
             self.warm = True

@@ -242,3 +242,14 @@ def test_a_worker_at_its_limit_gets_all_back_until_the_next_run():
         heap.release(clock, now)
     clock.run()
     assert libc.calls[6:] == BACK
+
+
+def test_the_limit_of_workers_that_are_gone_counts_no_more():
+    """A small cluster in this process, then a large one: what is free was returned all the time."""
+    heap, _, clock = make(rss_bytes=1 << 30)
+    for limit in (1 << 30, 8 << 30):
+        heap.keep(limit)
+        heap.release(clock, lambda function: function())
+    assert clock.run() == LINGER_SECONDS
+    heap.keep(None)
+    assert not heap._needed(1 << 40)
