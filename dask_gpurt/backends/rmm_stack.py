@@ -229,7 +229,7 @@ def _use_rmm_in_cupy() -> Callable[[], None]:
     try:
         import cupy
         from rmm.allocators.cupy import rmm_cupy_allocator
-    except ImportError:
+    except Exception:  # a broken installation raises all kinds, and nothing allocates through it
         return _nothing
     old = cupy.cuda.get_allocator()
     cupy.cuda.set_allocator(rmm_cupy_allocator)

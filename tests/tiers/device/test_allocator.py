@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -81,6 +82,19 @@ def test_where_nothing_is_installed_the_pool_is_our_own() -> None:
     assert chain(installed(device))[-1] is made[0]
     allocator.close()
     assert installed(device) is before
+
+
+def test_a_cupy_that_cannot_be_imported_is_as_good_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cupy.py").write_text("raise RuntimeError('no libnvrtc')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    device = next(_DEVICES)
+    rmm.mr.set_per_device_resource(device, theirs := host_memory())
+    allocator = DeviceAllocator(refuse, 64 * KB, pool=own, cupy=True, device=device)
+    allocator.install()
+    assert any(r is theirs for r in chain(installed(device)))
+    allocator.close()
+    assert installed(device) is theirs
 
 
 def device_memory(
