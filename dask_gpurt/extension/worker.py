@@ -414,6 +414,8 @@ class GpurtWorker(WorkerPlugin):
         except Exception:
             await self.teardown(worker)  # else it says that it runs stock, and a detach finds nothing to take out
             raise
+        if worker.status in _ENDING:  # it has closed meanwhile, and nothing else ends what came after that
+            await parts.uninstall()
 
     async def teardown(self, worker: Worker) -> None:
         """Give the worker back, unless it is closing."""
