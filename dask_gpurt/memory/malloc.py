@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 _TRIM, _MMAP = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
 #: glibc's default of the size from which an allocation is a mapping of its own
 _MMAP_BYTES = 128 << 10
+#: `mallopt` takes an int; more would be cut off to its last bits
+_MOST_BYTES = (1 << 31) - 1
 #: free bytes at the end of a heap that are kept while a shuffle runs
 KEEP_BYTES = 1 << 30
 #: received bytes that became outputs between two looks at the process, and how much it may grow by them
@@ -123,8 +125,8 @@ class Heap:
         self._mark_bytes = 0
         try:
             self._before = (
-                int(environment["MALLOC_TRIM_THRESHOLD_"]),
-                int(environment.get("MALLOC_MMAP_THRESHOLD_", _MMAP_BYTES)),
+                min(_MOST_BYTES, int(environment["MALLOC_TRIM_THRESHOLD_"])),
+                min(_MOST_BYTES, int(environment.get("MALLOC_MMAP_THRESHOLD_", _MMAP_BYTES))),
             )
             self._active = True
         except (KeyError, ValueError):
@@ -157,7 +159,7 @@ class Heap:
             self._pages.keep(True)
             if self._libc is None:
                 return
-            self._libc.mallopt(_TRIM, KEEP_BYTES)
+            self._libc.mallopt(_TRIM, max(KEEP_BYTES, self._before[0]))
             for size in HEAP_BYTES:
                 if self._libc.mallopt(_MMAP, size):
                     break

@@ -253,3 +253,14 @@ def test_the_limit_of_workers_that_are_gone_counts_no_more():
     assert clock.run() == LINGER_SECONDS
     heap.keep(None)
     assert not heap._needed(1 << 40)
+
+
+def test_thresholds_that_mallopt_cannot_take_are_as_high_as_it_can():
+    """4 GiB passed to it as an int are 0: from the first shuffle on, each free would have trimmed."""
+    for asked, wanted in ((str(4 << 30), (1 << 31) - 1), (str(3 << 29), 3 << 29), ("-1", -1), ("0", 0)):
+        heap, libc, clock = make({"MALLOC_TRIM_THRESHOLD_": asked})
+        heap.keep()
+        heap.release(clock, lambda function: function())
+        clock.run()
+        trims = [call[1] for call in libc.calls if call[0] == -1]
+        assert trims == [max(KEEP_BYTES, wanted), wanted]
