@@ -211,7 +211,8 @@ class TierRuntime:
                     self._watch.stop()  # distributed's own takes over with the first key given back
                     await self._seam.give_back()
                     self._seam = None
-                    self._undo()
+            if not self._ends():
+                self._undo()
             await self._stop()
             if _runtimes.get(self._worker) is self:
                 del _runtimes[self._worker]
@@ -270,6 +271,7 @@ class TierRuntime:
                 self._shared = None
             await self._seam.give_back()
             self._seam = None
+            self._undo()
         limits = limits_of(self._worker, settings, shards_only=left is not None)
         self._settings, self._limits = settings, limits
         self._disk.limit_bytes = limits.disk_limit_bytes

@@ -385,6 +385,21 @@ async def test_takes_the_place_of_dask_cudas_mapping(c: Client, s: Scheduler, a:
 
 @pytest.mark.cluster
 @gen_cluster(client=True, nthreads=[("", 1)], config=CONFIG, worker_kwargs={"data": DeviceHostFile})
+async def test_tiers_that_the_scheduler_switches_off_give_dask_cudas_mapping_its_place(
+    c: Client, s: Scheduler, a: Worker
+) -> None:
+    original = a.data
+    runtime, _ = await install(a)  # as a preload of the worker does
+    off = Settings.load({"tiers.enabled": False, "tiers.device": "auto", "tiers.disk-reserve": 0}).tiers
+    assert await TierRuntime.install(a, off) is runtime
+    assert a.data is a.state.data is original
+    assert await c.submit(sum, [1, 2]) == 3
+    await runtime.uninstall()
+    assert a.data is a.state.data is original
+
+
+@pytest.mark.cluster
+@gen_cluster(client=True, nthreads=[("", 1)], config=CONFIG, worker_kwargs={"data": DeviceHostFile})
 async def test_values_stay_readable_when_we_leave_a_worker_of_dask_cuda(c: Client, s: Scheduler, a: Worker) -> None:
     runtime, _ = await install(a)
     value = c.submit(make, 1, 100 * KB, key="v")
