@@ -245,8 +245,11 @@ class IoThreads:
         for pool in (self._writers, self._readers):
             if self.in_flight:
                 pool.shutdown(wait=False)
-            else:
+                continue
+            try:
                 await self.loop.run_in_executor(None, pool.shutdown)
+            except RuntimeError:  # the system starts no thread; those that are there wait for work, and end at once
+                pool.shutdown()
 
 
 def _free(handles: Sequence[Handle]) -> None:

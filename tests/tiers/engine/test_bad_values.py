@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import threading
 import types
 from collections.abc import Callable
@@ -258,3 +259,26 @@ def test_a_failed_write_while_giving_back_is_counted(run_rig: RunRig, tmp_path: 
         assert sum(rig.engine.counters.write_errors.values()) == 1
 
     run_rig(test)
+
+
+def test_a_system_that_starts_no_threads_does_not_keep_it_from_closing(
+    run_rig: RunRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is raised in there would end Dask's own close of the worker half-way."""
+
+    async def main(rig: Rig) -> None:
+        rig.store["x"] = bytes(1000)
+        rig.engine.shrink(1000)
+        await rig.settle()
+
+        def refuse(*args: Any) -> None:
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(rig.engine.io.loop, "run_in_executor", refuse)
+            await rig.engine.close()
+        folders.append(rig.disk.directory)
+
+    folders: list[str] = []
+    run_rig(main)
+    assert not os.path.exists(folders[0])
