@@ -12,6 +12,7 @@ is slow but right. After too many failures the override is switched off (`circui
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 from distributed.core import Status
@@ -161,7 +162,11 @@ class Execute(Override):
                     device_turns.outputs.learn(event.key, 0 if on_host else event.nbytes)
             if retry is not None and self._wants_memory(event):
                 # The task has not ended for the state machine: it hears of the second event alone.
-                event = await retry.again(lambda: stock(key, stimulus_id=stimulus_id), self._wants_memory, with_note)
+                again = functools.partial(stock, key, stimulus_id=stimulus_id)
+                try:
+                    event = await retry.again(again, self._wants_memory, with_note)
+                except Exception:  # of the device, say: the task has ended as it did at first
+                    self._failed("out of memory")
             parts.local.executed(key)
             parts.hints.executed(key, pinned, event)
             return event

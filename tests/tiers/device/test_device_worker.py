@@ -177,6 +177,23 @@ async def test_a_task_too_large_fails_with_a_report_and_the_worker_lives(c: Clie
     assert (device["retried_alone"], device["failed"]) == (1, 1)
 
 
+@pytest.mark.cluster
+@pytest.mark.parametrize("fails", ["spill", "largest"])
+def test_a_device_that_fails_while_a_task_waits_to_run_alone_does_not_hide_its_error(fails: str) -> None:
+    """Dask's worker knows no exception of `execute` itself: the task never ended."""
+
+    @gen_cluster(client=True, nthreads=[("", 1)], config=CONFIG)
+    async def test(c: Client, s: Scheduler, a: Worker) -> None:
+        runtime, _ = await install(a)
+        assert runtime.store is not None
+        with mock.patch.object(runtime.store.device, fails, side_effect=RuntimeError("CUDA error 700")):
+            error = await asyncio.wait_for(c.submit(make, 9, 2 * LIMIT).exception(), 20)
+        assert isinstance(error, MemoryError)
+        assert runtime.statistics()["fallbacks"] == {"execute": 1}
+
+    test()
+
+
 @pytest.mark.parametrize(
     ("error", "known"),
     [
