@@ -51,7 +51,7 @@ class Amendment:
     Parameters
     ----------
     void
-        Called with outputs whose rows count no more.
+        Called with outputs whose rows count no more, once all outputs have their new owners.
     reopen
         Has the run take inputs again.
     """
@@ -188,8 +188,8 @@ class Amendment:
         void = fresh - set(handing)
         # Where this worker has their rows: a move that is void is seen only here, under the old owner.
         old_owners = {owners.worker_for[part] for part in void}
-        self._void(void)
         owners.move(moved, message.opened)
+        self._void(void)
         gone = set(message.lost) - log.lost
         self._peers.disconnect(gone)
         again = log.amend(message.epoch, message.lost, void, old_owners, self._host.local_address in old_owners)

@@ -149,8 +149,9 @@ class OutputBuilder:
         return counted(validity, [piece for chunk in chunks for piece in chunk])
 
     def void(self, parts: Collection[int]) -> None:
-        """Rows that came for these outputs until now count no more; on the event loop."""
+        """Rows that came for these outputs until now count no more, and owners may be others; on the event loop."""
         self._taken -= set(parts)
+        self._mine = len(self._owners.mine())
         for part in parts:
             self._given.pop(part, None)
             self._unmade.pop(part, None)

@@ -649,6 +649,42 @@ def test_a_worker_under_the_address_of_a_lost_one_owns_no_output(lost):
     assert moved == ([("output", "a")] if "a" in lost else [])
 
 
+def test_a_worker_that_got_outputs_of_a_lost_one_has_not_made_all_of_its_own():
+    """Else what it retains would be the first to go when another run is short of memory."""
+
+    async def check() -> None:
+        async def settle() -> None:
+            pass
+
+        async def take(part: int) -> list[Any]:
+            return []
+
+        owners, ledger = Owners("a", OWNERS, None), log()
+        one: Any = amendment(Host(), owners, ledger, [], [])
+        outputs: Any = OutputBuilder(
+            Host(),
+            sync=None,  # type: ignore[arg-type]
+            rows=rows(),
+            owners=owners,
+            counting=Counting(None, None),
+            receiver=SimpleNamespace(settle=settle, take=take),  # type: ignore[arg-type]
+            scheduler=None,  # type: ignore[arg-type]
+            lost=ledger.lost,
+            made_all=ledger.idle,
+            counters=ShuffleCounters(),
+        )
+        one._void = outputs.void
+        one.answer(Amend(1, ["b"], {1: "a"}, {}, {}, None))
+        idle = []
+        for part in (0, 2, 1):
+            await outputs._take(part)
+            idle.append(ledger in ledger.budget.idle)
+        assert idle == [False, False, True]
+        one.close()
+
+    asyncio.run(check())
+
+
 def test_only_attempts_that_count_are_assembled():
     (shard,) = shards()
     old, new = shard_id(5, 0, 0), shard_id(5, 1, 1)
