@@ -255,6 +255,8 @@ class Binder:
     def _learn(self, name: str, nbytes: float, startstops: Iterable[dict[str, Any]]) -> None:
         """The task of a large output has ended well."""
         seconds = sum(one["stop"] - one["start"] for one in startstops if one["action"] == "compute") / nbytes
+        if seconds < 0:
+            return  # its worker's clock was set back meanwhile
         self._learned[name] = (self._learned.get(name, seconds) + seconds) / 2
         while len(self._learned) > LISTENED:
             del self._learned[next(iter(self._learned))]

@@ -266,6 +266,8 @@ def test_what_a_task_took_is_learned():
     assert one._learned == {"join": 1e-6}
     runs.ended("b", [{"action": "compute", "start": 0, "stop": 3}])
     assert one._learned == {"join": 2e-6}
+    one._learn("join", 1e6, [{"action": "compute", "start": 3600.0, "stop": 3.0}])  # the clock was set back
+    assert one._learned == {"join": 2e-6}
     assert not runs._listeners
 
 
