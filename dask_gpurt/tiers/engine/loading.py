@@ -82,7 +82,7 @@ class Loading:
         Raises
         ------
         LostData
-            The copy could not be read or failed its checksum; the entry is LOST.
+            The part could not be read. The entry is LOST, too, unless the process was short of something (`will_pass`).
         """
         handle = entry.handle
         if handle is None:
@@ -90,8 +90,8 @@ class Loading:
         entry.readers += 1
         try:
             frames, cost = await self._io.run(retry, handle.load_part, part)
-        except (CorruptData, OSError) as e:
-            if not entry.gone and entry.state is State.STORED:
+        except (CorruptData, OSError, MemoryError) as e:
+            if not entry.gone and entry.state is State.STORED and not will_pass(e):
                 self._damaged(entry, e)
             raise LostData(f"part {part} of {entry.key!r} could not be read: {e}") from e
         finally:

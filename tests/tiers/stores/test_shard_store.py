@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from dask_gpurt.errors import LostData
 from dask_gpurt.testing import ArrayChunk
+from dask_gpurt.tiers.engine import loading
 from dask_gpurt.tiers.engine.entry import State
 from dask_gpurt.tiers.stores.shard_store import TierShardStore
 
@@ -119,6 +122,28 @@ def test_damaged_part_is_lost_data(run_rig: RunRig) -> None:
         shards.drop("r")
         await rig.settle()
         assert rig.disk.files() == []
+        rig.validate()
+
+    run_rig(test, budget=0)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EMFILE, "x"), MemoryError()], ids=["descriptors", "memory"])
+def test_a_part_that_cannot_be_read_for_now_costs_no_other(
+    run_rig: RunRig, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its output is made anew, as after a loss; but the file is good, and nothing is told of it."""
+
+    async def test(rig: Rig) -> None:
+        shards = TierShardStore(rig.engine)
+        await shards.put("r", 0, chunk(0))
+        await rig.settle()
+        with monkeypatch.context() as short:
+            short.setattr(loading, "retry", Mock(side_effect=error))
+            with pytest.raises(LostData, match="part 3"):
+                await shards.take("r", 3)
+        assert rig.engine.counters.lost == 0
+        (got,) = await shards.take("r", 4)
+        np.testing.assert_array_equal(got, np.arange(1000) + 4000)
         rig.validate()
 
     run_rig(test, budget=0)
