@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 #: times one task is handed back because an input was missing, before stock Dask reports the error
 MAX_RETURNS = 5
+#: tasks whose returns are remembered: most run elsewhere then, and are not heard of again
+_REMEMBERED = 1000
 #: shorter waits are not measured, in seconds
 _LEAST_WAIT = 0.0001
 #: stock Dask's threshold for showing a wait in the task stream, in seconds
@@ -103,5 +105,7 @@ class Inputs:
         if self._returns[key] > MAX_RETURNS:
             del self._returns[key]
             return False
+        while len(self._returns) > _REMEMBERED:
+            del self._returns[next(iter(self._returns))]
         self.returned_tasks += 1
         return True

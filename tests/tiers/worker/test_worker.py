@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import dask
@@ -31,6 +32,7 @@ from dask_gpurt.memory import reclaim
 from dask_gpurt.testing import ArrayChunk, check_shard_store
 from dask_gpurt.tiers.runtime import TierRuntime
 from dask_gpurt.tiers.stores.task_store import TieredStore
+from dask_gpurt.tiers.worker import inputs as worker_inputs
 from tests.memory_watch import NO_WATCH
 from tests.tiers.conftest import beat, handles
 
@@ -525,6 +527,18 @@ async def test_a_task_that_is_handed_back_gives_back_its_pins(c: Client, s: Sche
     assert len(asked) == 2
     assert [e.pins for e in runtime.engine.books.entries] == [0] * 4
     assert runtime.statistics()["fallbacks"] == {}
+
+
+def test_tasks_that_were_handed_back_and_ran_elsewhere_are_not_remembered_for_good() -> None:
+    ts = SimpleNamespace(state="executing", dependencies=[SimpleNamespace(key="x")])
+    state = SimpleNamespace(tasks=dict.fromkeys(range(5000), ts), data={}, actors={})
+    one = worker_inputs.Inputs(SimpleNamespace(state=state), None, None)  # type: ignore[arg-type]
+    assert all(one.must_return(key) for key in range(5000))
+    assert len(one._returns) == worker_inputs._REMEMBERED
+    # The latest of them are handed back so many times, as before.
+    again = [one.must_return(4999) for _ in range(worker_inputs.MAX_RETURNS)]
+    assert again == [True] * (worker_inputs.MAX_RETURNS - 1) + [False]
+    assert 4999 not in one._returns
 
 
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2, worker_kwargs={"memory_limit": "512 MB"}, config=NO_WATCH)
