@@ -160,7 +160,11 @@ class Plane:
         # Short ones take as long as they do for other reasons than the network.
         if route.squeezes and not device and nbytes >= LEAST and not self.only_safe:
             if self._squeezer.looks(pace := route.chooser.pace):
-                sent, room = await self._loop.run_in_executor(None, self._squeezer.squeeze, frames, pace.best)
+                try:
+                    sent, room = await self._loop.run_in_executor(None, self._squeezer.squeeze, frames, pace.best)
+                except Exception:  # short of memory, or the codec's own: it goes as it is
+                    self._count(transport_errors=1)
+                    self.links.had_problem(peer, traceback.format_exc())
                 pace.looked(room > 0)
             wire = nbytes - room
         start = time.monotonic()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -334,6 +335,39 @@ def test_every_message_that_began_ends_for_the_bandwidth(end):
             assert plane.links.of("peer", "tcp").stall_seconds == 1.5
         assert chooser.pace._flying == 0
         assert (chooser.pace._bytes > 0) == (end == "stored")
+        await plane.stop()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("of the codec")], ids=["memory", "codec"])
+def test_a_message_that_cannot_be_compressed_goes_as_it_is(error):
+    async def main() -> None:
+        counted: dict[str, int] = {}
+        plane = Plane(Worker(), ShuffleSettings(enabled=True), counted.update, 1 << 20)
+        run: Any = Run(set())
+        plane.join(run, KEY, bytes(16))
+        chooser = TransportChooser(Locality.REMOTE, ["tcp"])
+        chooser.pace.best = 1e6
+        route = asyncio.get_running_loop().create_future()
+        card = Card("", "", 0, (), {"tcp": ["", 0]})
+        route.set_result(Route(card, chooser, Header(KEY, bytes(16)), squeezes=True))
+        plane._routes[KEY, "peer"] = route
+
+        class Way(Ways):
+            def submit(self, ended: Any, *args: Any) -> None:
+                self.submitted.append(args[-1])
+                ended(Receipt())
+
+        submitted: list[Any] = []
+        plane.transports._open["tcp"] = Way(submitted)  # type: ignore[assignment]
+        nothing: Any = None
+        frames = [bytes(2 * LEAST)]
+        with patch.object(plane._squeezer, "squeeze", side_effect=error):
+            assert await plane.send(nothing, KEY, "peer", frames, nothing) == {"status": "OK"}
+        assert submitted == [frames]
+        assert counted["transport_errors"] == 1
+        assert type(error).__name__ in plane.links.problems["peer"]
         await plane.stop()
 
     asyncio.run(main())
