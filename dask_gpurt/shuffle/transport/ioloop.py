@@ -39,8 +39,8 @@ class IoLoop:
 
     def __init__(self, name: str, failed: Callable[[str], None]) -> None:
         self._calls: collections.deque[Callable[[], None]] = collections.deque()
+        self.poll = select.epoll()  # closes itself, where there is no descriptor left for the next one
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.poll = select.epoll()
         self.poll.register(self._wake, select.EPOLLIN)
         #: descriptor -> called with its events
         self.on_event: dict[int, Callable[[int], None]] = {}

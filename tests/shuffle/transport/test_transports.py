@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import functools
+import gc
 import os
+import select
 import signal
 import socket
 import struct
@@ -26,12 +28,12 @@ from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.errors import WireError
 from dask_gpurt.memory.pages import Pages, system
 from dask_gpurt.shuffle.counters import worker_statistics
-from dask_gpurt.shuffle.transport import link_ends, plane, registry
+from dask_gpurt.shuffle.transport import ioloop, link_ends, plane, registry
 from dask_gpurt.shuffle.transport.base import Header, Peer, ReceiveGate, Services
 from dask_gpurt.shuffle.transport.link import events as lk
 from dask_gpurt.shuffle.transport.link import records
 from dask_gpurt.shuffle.transport.link.records import LinkRecord, RecordKind, RunKey
-from dask_gpurt.shuffle.transport.tcp import cma, connection, listener
+from dask_gpurt.shuffle.transport.tcp import cma, connection, listener, transport
 from dask_gpurt.shuffle.transport.tcp.transport import TcpTransport
 from dask_gpurt.shuffle.worker.shard_stores import MemoryShardStore
 from tests.shuffle.helpers import left, mixed, ordered, receipt_of, source, spoil_arrivals, taken_over, until, whole
@@ -64,6 +66,30 @@ def cluster_for(way: str) -> dict[str, Any]:
         return TWO
     protocol = {"protocol": way}
     return TWO | {"security": certificates(), "scheduler_kwargs": protocol, "worker_kwargs": protocol}
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3], ids=["send", "receive", "listen"])
+def test_a_transport_that_cannot_be_opened_leaves_nothing_behind(nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is for want of descriptors, mostly: those that it has opened must not stay."""
+    made = []
+
+    def short(real: Any) -> Any:
+        def make(*args: Any) -> Any:
+            made.append(real)
+            if len(made) == nth:
+                raise OSError(errno.EMFILE, "x")
+            return real(*args)
+
+        return make
+
+    before, threads = sorted(os.listdir("/proc/self/fd")), set(threading.enumerate())
+    monkeypatch.setattr(ioloop, "select", SimpleNamespace(epoll=short(select.epoll), EPOLLIN=select.EPOLLIN))
+    monkeypatch.setattr(transport, "Listener", short(listener.Listener))
+    with pytest.raises(OSError, match="x"):
+        Node("tcp", "127.0.0.1:1")
+    assert set(threading.enumerate()) <= threads
+    gc.collect()
+    assert sorted(os.listdir("/proc/self/fd")) == before
 
 
 class Node:

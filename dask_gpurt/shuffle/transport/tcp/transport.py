@@ -24,6 +24,7 @@ Rejected: a thread per connection (300 threads with 100 peers; and on two cores 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -84,11 +85,15 @@ class TcpTransport(LinkTransport[TcpOutbound]):
             self.name = "tls"
         self.pulls = Pulls()
         self._inbound: set[TcpInbound] = set()
-        self._listener = Listener(host, ports)
+        with contextlib.ExitStack() as undo:  # a thread and its descriptors would stay for good
+            self.sending = IoLoop(f"gpurt-{self.name}-send", self._failed)
+            undo.callback(self.sending.stop, lambda: None)
+            self.receiving = IoLoop(f"gpurt-{self.name}-recv", self._failed)
+            undo.callback(self.receiving.stop, lambda: None)
+            self._listener = Listener(host, ports)
+            undo.pop_all()
         #: (host, port) that peers connect to; they learn the name of this host, too
         self.endpoint = self._listener.endpoint
-        self.sending = IoLoop(f"gpurt-{self.name}-send", self._failed)
-        self.receiving = IoLoop(f"gpurt-{self.name}-recv", self._failed)
         self.sending.on_tick = self._tick_outbound
         self.receiving.on_tick = self._tick_inbound
         self.receiving.may_wait = self._look
