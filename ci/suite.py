@@ -29,13 +29,12 @@ import psutil
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-ENGINES = ("shuffle", "tiers")
-CLUSTERS = ("cluster", "observe", "preflight", "quarantine")
+CLUSTERS = ("cluster", "preflight", "quarantine", "tiers")
 #: name -> arguments for pytest; each test belongs to exactly one
 PARTS = {
-    "engines": tuple(f"tests/{folder}" for folder in ENGINES),
+    "shuffle": ("tests/shuffle",),
     "clusters": tuple(f"tests/{folder}" for folder in CLUSTERS),
-    "others": tuple(f"--ignore=tests/{folder}" for folder in (*ENGINES, *CLUSTERS)),
+    "others": tuple(f"--ignore=tests/{folder}" for folder in ("shuffle", *CLUSTERS)),
 }
 LOGS = Path(".pytest_cache")
 #: seconds that a part gets to end its clusters after an interruption
