@@ -70,7 +70,9 @@ def test_a_slower_engine_and_failures_are_told() -> None:
 def test_a_wrong_answer_is_no_gain() -> None:
     wrong = cell(2, "gpurt", [0.1])
     wrong.differences.append(Difference(2, 0, "n_name", "PERU", "CHINA"))
-    text = words(outcome(cell(1, "stock", [1.0]), cell(1, "gpurt", [1.0]), cell(2, "stock", [9.0]), wrong))
+    measured = outcome(cell(1, "stock", [1.0]), cell(1, "gpurt", [1.0]), cell(2, "stock", [9.0]), wrong)
+    assert report.totals(measured)["gpurt"]["sum_of_medians_s"] == 1.0
+    text = words(measured)
     assert text[0] == "q02: a right answer from stock only, not from gpurt; not in the sums."
     assert text[1] == "gpurt: 1 queries in 1.00 s, stock in 1.00 s: 1.00 times as fast."
 

@@ -61,8 +61,8 @@ def _megabytes(value: int | None) -> str:
 
 
 def totals(outcome: Outcome) -> dict[str, dict[str, Any]]:
-    """Per engine: sum of medians, mean of ratios, bytes, highest peak; of the queries that ran on every engine."""
-    numbers = [q for q in outcome.numbers if all(outcome.cells[q, e].case for e in outcome.engines)]
+    """Per engine: sum of medians, mean of ratios, bytes, highest peak; of the queries that every engine answered rightly."""
+    numbers = [q for q in outcome.numbers if all(outcome.cells[q, e].ok for e in outcome.engines)]
     baseline = outcome.engines[0]
     out = {}
     for engine in outcome.engines:
