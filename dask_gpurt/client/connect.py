@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
 import socket
 import ssl
 import time
@@ -39,6 +41,8 @@ _ENDING_SECONDS = 1.0
 _GRACE_SECONDS = 0.5
 _SOCKETS = ("tcp", "tls", "ws", "wss")
 _ENCRYPTED = ("tls", "wss")
+#: of a host that is off in the same subnet, a firewall that refuses, a machine without a network
+_UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
 
 
 async def within(seconds: float, work: Awaitable[T]) -> T:
@@ -134,8 +138,7 @@ async def _connect(client: Client, address: str, host: str, port: int, timeout: 
     try:
         await asyncio.wait({start}, timeout=min(timeout, _GRACE_SECONDS))
         if host and not start.done():
-            _, writer = await within(timeout - (time.monotonic() - began), asyncio.open_connection(host, port))
-            writer.close()
+            await within(timeout - (time.monotonic() - began), _knock(host, port))
     except TimeoutError as e:
         start.cancel()
         raise no_answer(
@@ -145,6 +148,24 @@ async def _connect(client: Client, address: str, host: str, port: int, timeout: 
         start.cancel()
         raise
     await within(timeout - (time.monotonic() - began), start)
+
+
+async def _knock(host: str, port: int) -> None:
+    """Connect to one of the addresses of a host, in order, or raise what says most of why none can be.
+
+    ``asyncio.open_connection`` alone joins the errors of several to one without a number, and localhost has two mostly.
+    """
+    failed: OSError | None = None
+    for *_, place in await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        try:
+            _, writer = await asyncio.open_connection(str(place[0]), port)
+        except OSError as e:
+            failed = failed if isinstance(failed, ConnectionRefusedError) else e
+        else:
+            writer.close()
+            return
+    if failed is not None:
+        raise failed
 
 
 def _has_certificates(address: str, security: Security | dict[str, str] | None) -> bool:
@@ -172,6 +193,12 @@ async def _why(address: str, host: str, port: int, error: Exception, timeout: fl
             address,
             f"nothing listens there ({error.strerror})",
             "the address that the scheduler prints at its start; look whether it still runs",
+        )
+    if isinstance(error, OSError) and error.errno in _UNREACHABLE:
+        return no_answer(
+            address,
+            f"no way leads there ({os.strerror(error.errno)})",
+            "another address; look whether the host runs, and at firewalls",
         )
     if certificate is not None:
         return no_answer(

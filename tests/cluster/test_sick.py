@@ -194,6 +194,28 @@ def test_a_name_that_no_host_can_have() -> None:
         dask_gpurt.status(f"tcp://{'x' * 70}:8786", timeout=3)
 
 
+def test_a_host_with_two_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As localhost has in most files of hosts: what is said is not that something else listens there."""
+    stock = socket.getaddrinfo
+
+    def both(host: Any, *args: Any, **kwargs: Any) -> Any:
+        if host != "both.invalid":
+            return stock(host, *args, **kwargs)
+        return [one for place in ("::1", "127.0.0.1") for one in stock(place, *args, **kwargs)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", both)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # not listening: refused
+        with pytest.raises(NoAnswer, match="nothing listens there"):
+            dask_gpurt.status(f"tcp://both.invalid:{taken.getsockname()[1]}", timeout=3)
+
+
+def test_a_host_to_which_no_way_leads() -> None:
+    # No connection goes to many hosts at once, so this is unreachable on each machine.
+    with pytest.raises(NoAnswer, match=r"no way leads there \(Network is unreachable\)"):
+        dask_gpurt.status("tcp://224.0.0.1:8786", timeout=3)
+
+
 def test_something_else_than_a_scheduler(tmp_path: Path) -> None:
     import http.server
     import threading
