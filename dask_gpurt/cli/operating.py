@@ -141,6 +141,6 @@ def disable() -> None:
 
     try:
         path = switch.disable()
-    except OSError as e:
+    except (GpurtError, OSError) as e:
         raise click.ClickException(str(e)) from e
     click.echo(f"Nothing to do: there is no {switch.file()}" if path is None else f"Disabled: removed {path}")

@@ -21,8 +21,21 @@ ROLES = ("scheduler", "worker")
 
 
 def file() -> Path:
-    """The file that `enable` writes: in the first directory that Dask reads for this user."""
-    return Path(os.environ.get("DASK_CONFIG", dask.config.PATH)).expanduser() / "gpurt-preload.yaml"
+    """The file that `enable` writes: in the first directory that Dask reads for this user.
+
+    Raises
+    ------
+    ConfigError
+        There is none.
+    """
+    # Dask reads the second beside the first, and takes it when that is empty.
+    folder = os.environ.get("DASK_CONFIG") or os.path.expanduser("~/.config/dask")
+    if folder.startswith("~"):  # a folder of this name in the current one, to Dask
+        raise ConfigError(
+            f"Dask's configuration directory is {folder!r}, and there is no home directory for ~ that Dask would take. "
+            "Remedy: set DASK_CONFIG to the whole path of a directory"
+        )
+    return Path(folder) / "gpurt-preload.yaml"
 
 
 def enable() -> Path:
@@ -65,7 +78,7 @@ def enable() -> Path:
 
 
 def disable() -> Path | None:
-    """Remove the file; its path, or None where there was none."""
+    """Remove the file; its path, or None where there was none. Raises as `file` does."""
     path = file()
     if not path.exists():
         return None

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 import yaml
+from click.testing import CliRunner
 from distributed import Client
 
 import dask_gpurt
+from dask_gpurt.cli import gpurt as commands
 
 from .processes import processes
 
@@ -73,6 +75,19 @@ def test_a_variable_that_wins_is_named(tmp_path: Path) -> None:
     before = (tmp_path / "gpurt-preload.yaml").read_text()
     assert gpurt("enable", tmp_path, DASK_DISTRIBUTED__WORKER__PRELOAD="json").returncode == 1
     assert (tmp_path / "gpurt-preload.yaml").read_text() == before
+
+
+@pytest.mark.parametrize("command", ["enable", "disable"])
+@pytest.mark.parametrize("variable", ["DASK_CONFIG", "HOME"])
+def test_a_user_without_a_folder_is_told(variable: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a user without an entry in passwd and without HOME, and of a folder that no shell has expanded."""
+    monkeypatch.setenv("DASK_CONFIG", "~/config" if variable == "DASK_CONFIG" else "")
+    if variable == "HOME":
+        monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    done = CliRunner().invoke(commands, [command])
+    assert done.exit_code == 1
+    assert done.output.startswith("Error: Dask's configuration directory is '~/")
+    assert "Remedy: set DASK_CONFIG" in done.output
 
 
 @pytest.mark.parametrize(
