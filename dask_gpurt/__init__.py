@@ -84,6 +84,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # Late, so that ``import dask_gpurt`` (every ``dask`` command does it, through the entry point) stays cheap.
+    if name == "dask_setup":  # what Dask asks a preload for: ``--preload dask_gpurt`` would do nothing, and not say so
+        return importlib.import_module("dask_gpurt.preload").dask_setup
     if name not in _HOMES:
         raise AttributeError(f"module 'dask_gpurt' has no attribute {name!r}")
     return getattr(importlib.import_module(f"dask_gpurt.client.{_HOMES[name]}"), name)

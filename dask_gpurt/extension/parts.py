@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 #: what ``--preload`` is given
 PRELOAD = "dask_gpurt.preload"
 #: modules that load the extension
-PRELOADS = (PRELOAD, "dask_gpurt.load")
+PRELOADS = (PRELOAD, "dask_gpurt.load", "dask_gpurt")
 #: name of both plugins, and of the entry in ``worker.metrics``
 NAME = "gpurt"
 

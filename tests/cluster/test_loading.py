@@ -16,7 +16,7 @@ from typing import Any
 
 import dask
 import pytest
-from distributed import Client, LocalCluster, Status, WorkerPlugin
+from distributed import Client, LocalCluster, Scheduler, Status, WorkerPlugin
 from distributed.spill import SpillBuffer
 from distributed.utils_test import async_poll_for, gen_cluster
 
@@ -214,6 +214,18 @@ def test_preloads_by_path(tmp_path: Path) -> None:
             client.wait_for_workers(1, timeout=60)
             _work(client)
             _shows_all(client, 1)
+
+
+def test_the_package_itself_is_a_preload() -> None:
+    """Dask starts with any module that it can import: one that does nothing would leave a stock cluster unnoticed."""
+
+    async def started() -> None:
+        options: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "dashboard": False}
+        arguments = ["--gpurt-shuffle-codec", "none"]
+        async with Scheduler(preload=["dask_gpurt"], preload_argv=arguments, **options) as scheduler:
+            assert scheduler.plugins["gpurt"].settings.shuffle.codec == "none"
+
+    asyncio.run(started())
 
 
 def test_arguments_of_other_preloads_are_theirs() -> None:
