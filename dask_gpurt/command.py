@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _COMMANDS = "distributed.cli"
 #: options of Dask's commands that say where a server listens
 _PLACES = ("host", "port", "worker_port", "nanny_port")
+#: with what our options begin
+OURS = "--gpurt"
 #: how distributed's error begins where TLS is asked for and a file of it is not
 _NO_CONTEXT = "TLS expects a `ssl_context`"
 
@@ -66,6 +68,18 @@ def shorten_errors() -> None:
 
     print_one_line.of_gpurt = True  # type: ignore[attr-defined]
     sys.excepthook = print_one_line
+
+
+def misplaced(options: Mapping[str, object]) -> str | None:
+    """What to do about an option of ours that ``dask worker`` took for the scheduler's address, as it was the first."""
+    address = options.get("scheduler")
+    if not (isinstance(address, str) and address.startswith(OURS)):
+        return None
+    return (
+        f"{address!r} was taken for the scheduler's address. Remedy: the address before all --gpurt options, as in "
+        "dask worker tcp://HOST:8786 --preload dask_gpurt.preload ...; with --scheduler-file give settings in the "
+        "environment, such as DASK_GPURT__TIERS__HOST_LIMIT=0.5"
+    )
 
 
 def reason(error: BaseException, options: Mapping[str, object]) -> str | None:

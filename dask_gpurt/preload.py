@@ -26,7 +26,7 @@ import click
 from distributed import Client, Scheduler, Worker
 
 from dask_gpurt import planning
-from dask_gpurt.command import end_command, in_dask_command, shorten_errors
+from dask_gpurt.command import OURS, end_command, in_dask_command, misplaced, shorten_errors
 from dask_gpurt.config import Settings
 from dask_gpurt.config_schema import leaves, read
 from dask_gpurt.errors import ConfigError, GpurtError, InstallError
@@ -134,10 +134,6 @@ def _given(options: Mapping[str, Any]) -> dict[str, Any]:
     return {key: read(key, value) if isinstance(value, str) else value for key, value in given.items()}
 
 
-#: with what our options begin
-_OURS = "--gpurt"
-
-
 class _Setup(click.Command):
     """`click.Command` that accepts arguments of others, and whose wrong arguments are never only logged.
 
@@ -152,10 +148,13 @@ class _Setup(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if ctx.allow_extra_args:  # from `make_context`
             return super().parse_args(ctx, args)
+        command = click.get_current_context(silent=True)
+        wrong = None if command is None else misplaced(command.params)
+        if wrong is not None:  # the rest of the arguments is off by one
+            raise click.ClickException(wrong)
         try:
             rest = super().parse_args(ctx, args)
             settings = Settings.load(_given(ctx.params))
-            command = click.get_current_context(silent=True)
             if (
                 command is not None
                 and command.info_name == "worker"
@@ -174,7 +173,7 @@ class _Setup(click.Command):
         extra |= {"ignore_unknown_options": True, "allow_extra_args": True}
         try:
             context = super().make_context(info_name, list(args), parent, **extra)
-            wrong = next((a for a in context.args if a.startswith(_OURS)), None)
+            wrong = next((a for a in context.args if a.startswith(OURS)), None)
             if wrong is not None:
                 raise click.NoSuchOption(wrong.partition("=")[0], ctx=context)
             context.args = []  # Dask would give them to the callback

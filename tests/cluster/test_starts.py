@@ -336,6 +336,24 @@ def test_a_server_that_did_not_start_raises_each_time() -> None:
         asyncio.run(start())
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--gpurt-tiers-host-limit", "0.5", "tcp://127.0.0.1:1"),
+        ("--gpurt-tiers-host-limit=0.5", "tcp://127.0.0.1:1"),
+        ("--gpurt-tiers-host-limit=0.5",),  # as with --scheduler-file
+    ],
+)
+def test_a_setting_before_the_address_is_named(arguments: tuple[str, ...]) -> None:
+    """Dask takes the first of what it does not know for the scheduler's address."""
+    from click.testing import CliRunner
+    from distributed.cli.dask_worker import main
+
+    done = CliRunner().invoke(main, ["--no-dashboard", "--preload", PRELOAD, *arguments])
+    assert done.exit_code == 1
+    assert f"Error: {arguments[0]!r} was taken for the scheduler's address. Remedy: the address" in done.output
+
+
 def test_in_a_click_program_of_the_user_the_error_is_raised() -> None:
     """`SystemExit` is for commands of Dask's."""
     import click
