@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 #: lines of the whole, and characters of each
 LINES, WIDTH = 20, 100
 _LABEL = 10
+#: how the names of counted errors begin; then their kind
+_FAILED = "tiers.write_errors."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,13 +269,15 @@ def _spilling(snapshot: Snapshot) -> Iterable[str]:
         nbytes, seconds = sums.get(f"tiers.{word}.bytes", 0), sums.get(f"tiers.{word}.io_seconds", 0)
         if nbytes:
             parts.append(f"{verb} {bytes_said(nbytes)}{f' at {bytes_said(nbytes / seconds)}/s' if seconds else ''}")
-    if not parts:
-        yield "nothing was spilled"
-        return
     ahead, in_time = sums.get("tiers.prefetch.started", 0), sums.get("tiers.prefetch.in_time", 0)
-    if ahead:
+    if not parts:
+        parts.append("nothing was spilled")
+    elif ahead:
         parts.append(f"{in_time / ahead:.0%} of {ahead:,.0f} reads ahead in time")
     for name, words in (("tiers.checksum_failures", "wrong checksums"), ("tiers.lost", "values lost, made again")):
         if sums.get(name):
             parts.append(f"{sums[name]:,.0f} {words}")
+    failed = {name.removeprefix(_FAILED): n for name, n in sums.items() if name.startswith(_FAILED) and n}
+    if failed:
+        parts.append(f"failed writes: {sum(failed.values()):,.0f} ({', '.join(sorted(failed))})")
     yield ", ".join(parts)

@@ -245,6 +245,14 @@ def test_what_is_switched_off_and_why() -> None:
     assert got["do first"].startswith("see why: placement: decide retired, 100 failures")
 
 
+def test_a_disk_that_takes_nothing_is_not_one_that_was_not_needed() -> None:
+    full = spilling(read={"bytes": 0}, written={"bytes": 0}, write_errors={"ENOSPC": 2, "EIO": 1})
+    got = shown(scheduler(), {A: full, B: full})
+    assert got["spilling"] == "nothing was spilled, failed writes: 6 (EIO, ENOSPC)"
+    got = shown(scheduler(), {A: spilling(write_errors={"ENOSPC": 1}), B: spilling(write_errors={})})
+    assert got["spilling"].endswith("reads ahead in time, failed writes: 1 (ENOSPC)")
+
+
 def test_why_there_is_no_device_tier() -> None:
     managed = spilling(device_off="RMM allocates managed memory. Remedy: --rmm-async")
     aside = spilling(device={"stands_aside": "cuDF's own spilling is on"})
