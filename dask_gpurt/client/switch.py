@@ -48,7 +48,11 @@ def enable() -> Path:
     Raises
     ------
     ConfigError
-        Something wins over it; the text says what, and what to do. The file is as before.
+        Something wins over it; the text says what, and what to do.
+    OSError
+        It cannot be written.
+
+    Whatever is raised, an earlier file is as before.
     """
     path = file()
     if path.parent.is_file():
@@ -57,8 +61,23 @@ def enable() -> Path:
             f" and the same under worker:, or point DASK_CONFIG to a directory"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    earlier = path.read_text() if path.exists() else None
-    path.unlink(missing_ok=True)
+    earlier = path.with_name(path.name + ".earlier")  # of a name that Dask does not read
+    had = path.exists()
+    if had:
+        path.replace(earlier)
+    try:
+        _write(path)
+    except BaseException:  # a full disk, another's file that is no YAML, Ctrl-C: a rename back needs no space
+        path.unlink(missing_ok=True)
+        if had:
+            earlier.replace(path)
+        raise
+    earlier.unlink(missing_ok=True)
+    return path
+
+
+def _write(path: Path) -> None:
+    """Write the file where there is none. Raises as `enable` does, and may leave it."""
     before = dask.config.collect()
     tree = {"distributed": {role: _with_ours(before, role) for role in ROLES}}
     path.write_text(
@@ -68,13 +87,9 @@ def enable() -> Path:
     for role in ROLES:
         got = _modules(after, role)
         if not set(got) & set(PRELOADS):
-            path.unlink()
-            if earlier is not None:
-                path.write_text(earlier)
             raise ConfigError(
                 f"{_who_sets(role)} sets distributed.{role}.preload to {got!r} and wins; add {PRELOAD} there"
             )
-    return path
 
 
 def disable() -> Path | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+import dask
 import pytest
 import yaml
 from click.testing import CliRunner
@@ -75,6 +77,27 @@ def test_a_variable_that_wins_is_named(tmp_path: Path) -> None:
     before = (tmp_path / "gpurt-preload.yaml").read_text()
     assert gpurt("enable", tmp_path, DASK_DISTRIBUTED__WORKER__PRELOAD="json").returncode == 1
     assert (tmp_path / "gpurt-preload.yaml").read_text() == before
+
+
+@pytest.mark.parametrize("what", ["a full disk", "another's file"])
+def test_an_earlier_file_outlives_what_fails(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DASK_CONFIG", str(tmp_path))
+    monkeypatch.setattr(dask.config, "paths", [str(tmp_path)])
+    ours = tmp_path / "gpurt-preload.yaml"
+    ours.write_text("distributed: {scheduler: {preload: [json]}}")
+    if what == "a full disk":
+
+        def full(path: Path, text: str) -> None:
+            path.touch()
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(type(ours), "write_text", full)
+    else:
+        (tmp_path / "a.yaml").write_text("{")
+    done = CliRunner().invoke(commands, ["enable"])
+    assert done.exit_code == 1
+    assert ours.read_text() == "distributed: {scheduler: {preload: [json]}}"
+    assert not list(tmp_path.glob("*.earlier"))
 
 
 @pytest.mark.parametrize("command", ["enable", "disable"])
