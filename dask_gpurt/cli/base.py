@@ -103,7 +103,7 @@ def split(words: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
     """The address, if the first word is one, and the rest."""
     if len(words) == 1 and re.match(r"[a-z]+://", words[0]):
         raise click.UsageError(f"{words[0]!r} is an address; name a KEY after it")
-    if len(words) > 1 and re.match(r"[a-z]+://|[\w.-]+:\d+$", words[0]):
+    if len(words) > 1 and re.match(r"[a-z]+://|([\w.-]+|\[[\w.:%-]+\]):\d+$", words[0]):
         return words[0], words[1:]
     return None, words
 

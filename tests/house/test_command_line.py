@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from dask_gpurt.cli import gpurt
+from dask_gpurt.cli.base import split
 from dask_gpurt.client.diagnose import diagnose
 from dask_gpurt.observe.trace.reader import Trace
 
@@ -146,6 +147,12 @@ def test_nan_is_no_number(arguments: list[str], said: str) -> None:
 def test_a_stall_is_a_time(seconds: float) -> None:
     with pytest.raises(ValueError, match=r"stall_seconds is .*, must be a number of seconds above 0, and finite"):
         diagnose("tcp://127.0.0.1:1", stall_seconds=seconds)
+
+
+@pytest.mark.parametrize("address", ["tcp://h:1", "h:8786", "10.0.0.1:8786", "[::1]:8786", "[fe80::1%eth0]:8786"])
+def test_an_address_needs_no_scheme(address: str) -> None:
+    assert split((address, "x")) == (address, ("x",))
+    assert split(("[x]", "y")) == (None, ("[x]", "y"))
 
 
 def test_a_reader_that_leaves_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
