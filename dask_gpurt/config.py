@@ -74,7 +74,7 @@ class TierSettings:
     enabled: bool
     #: share (0, 1] of the worker's memory limit
     host_limit: float
-    #: folders for spilled data; none: the worker's local directory
+    #: folders for spilled data, as they were given; none: the worker's local directory
     directories: tuple[str, ...]
     #: bytes per worker; None: as much as the disk has
     disk_limit: int | None
@@ -98,6 +98,11 @@ class TierSettings:
     pinned_limit: int | None
     #: share [0, 1] of the host budget for values read ahead; 0: none
     prefetch: float
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """`directories` on this machine: the scheduler, whose settings go to workers, may have another home."""
+        return tuple(os.path.expanduser(folder) for folder in self.directories)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -320,7 +325,7 @@ def _folders(value: Any) -> tuple[str, ...]:
                 f"gpurt.tiers.directory is {folder!r}, must be a folder of the worker. Remedy: "
                 "gpurt.tiers.object-store takes an address"
             )
-    return tuple(os.path.expanduser(folder) for folder in folders)
+    return folders
 
 
 def _trace_path(value: str | None) -> str | None:

@@ -160,7 +160,7 @@ class _Setup(click.Command):
                 and command.info_name == "worker"
                 and "stock" not in (settings.policy, settings.on_error)
             ):
-                require_folders(settings.tiers.directories)
+                require_folders(settings.tiers.folders)
         except click.UsageError as e:
             raise click.ClickException(e.format_message()) from e  # in one line, without the usage
         except ConfigError as e:

@@ -72,7 +72,7 @@ def local_cluster(
         if loaded.on_error != "stock":
             require_assertions()
         policy.load(loaded.policy)
-        require_folders(loaded.tiers.directories)
+        require_folders(loaded.tiers.folders)
         planning.keep()
     argv: list[str] = []
     for key, value in flat(settings or {}).items():

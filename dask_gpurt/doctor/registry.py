@@ -42,7 +42,7 @@ def here(gpu: Gpu | None = None) -> Node:
         System(),
         Driver() if gpu is None else gpu,
         os.environ,
-        folders=tiers.directories or (str(scratch),),
+        folders=tiers.folders or (str(scratch),),
         reserve_bytes=tiers.disk_reserve,
         certificates=tuple(dict.fromkeys(str(path) for path in certificates if path)),
         authorities=(str(authority),) if authority else (),

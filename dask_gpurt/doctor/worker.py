@@ -60,7 +60,7 @@ def node_of(worker: Worker, settings: TierSettings, **known: Any) -> Node:
         System(),
         Driver(),
         dict(os.environ),
-        folders=settings.directories or (worker.local_directory,),
+        folders=settings.folders or (worker.local_directory,),
         reserve_bytes=settings.disk_reserve,
         threads=worker.state.nthreads,
         memory_limit_bytes=worker.memory_manager.memory_limit,

@@ -291,8 +291,12 @@ def test_variables_that_set_nothing_are_refused(variable: str, value: str, says:
     subprocess.run([sys.executable, "-c", program, says], check=True, env={**os.environ, variable: value})
 
 
-def test_a_folder_of_the_user_is_found() -> None:
-    assert Settings.load({"tiers.directory": "~/spill"}).tiers.directories == (os.path.expanduser("~/spill"),)
+def test_a_folder_of_the_user_is_found_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that takes the scheduler's settings may have another home."""
+    monkeypatch.setenv("HOME", "/home/scheduler")
+    sent = pickle.dumps(Settings.load({"tiers.directory": "~/spill"}))
+    monkeypatch.setenv("HOME", "/home/worker")
+    assert pickle.loads(sent).tiers.folders == ("/home/worker/spill",)
 
 
 def test_a_section_with_nothing_in_it_is_the_defaults() -> None:

@@ -288,6 +288,18 @@ os._exit(1)
         work_dir.release()
 
 
+def test_a_home_is_that_of_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings come from the scheduler, which may run as another user."""
+    monkeypatch.setenv("HOME", str(tmp_path / "scheduler"))
+    sent = settings("~/spill")
+    monkeypatch.setenv("HOME", str(tmp_path / "worker"))
+    tier, work_dirs = open_directories(str(tmp_path), sent, LIMITS)
+    assert tier.directory.startswith(str(tmp_path / "worker" / "spill"))
+    tier.close()
+    for work_dir in work_dirs:
+        work_dir.release()
+
+
 @pytest.mark.parametrize("kind", ["tmpfs", "nfs4"])
 def test_odd_file_systems_are_named_once(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dask_gpurt.tiers.storage.disk.tier.filesystem_of", lambda directory: kind)

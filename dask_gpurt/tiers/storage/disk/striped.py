@@ -280,7 +280,7 @@ def open_directories(
     disks: list[DiskTier] = []
     work_dirs: list[WorkDir] = []
     failed: list[str] = []
-    for chosen in settings.directories or (None,):
+    for chosen in settings.folders or (None,):
         parent = local_directory if chosen is None else chosen
         work_dir: WorkDir | None = None
         try:
