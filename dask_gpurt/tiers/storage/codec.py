@@ -6,10 +6,11 @@ here:
 
 1. ``distributed.protocol.pickle`` (pickle, then Dask's reducers, then cloudpickle), protocol 5, buffers out of band;
 2. if that fails, or would copy or write too much, Dask's serialization families through
-   ``distributed.protocol.serialize``: for an array that is neither C- nor F-contiguous (above all a broadcast one,
-   which would be blown up), and as Arrow IPC for a slice of an Arrow table, whose pickle holds the buffers of the whole
-   table (1,300 times the bytes for 100 rows of 100,000); for a `memoryview`, which pickle makes bytes; for a mapped
-   file, which pickle would copy as a whole. A list, tuple or dict with such a value goes the same way.
+   ``distributed.protocol.serialize``: for an array that has a mask, or is neither C- nor F-contiguous (above all a
+   broadcast one, which would be blown up), and as Arrow IPC for a slice of an Arrow table, whose pickle holds the
+   buffers of the whole table (1,300 times the bytes for 100 rows of 100,000); for a `memoryview`, which pickle makes
+   bytes; for a mapped file, which pickle would copy as a whole. A list, tuple or dict with such a value goes the same
+   way.
 
 Pickle forgets that an array of a subclass (a matrix, a masked array) is read-only. That is written beside it.
 
@@ -111,6 +112,10 @@ def _better_by_family(value: Any, looked_at: int = _ELEMENTS, depth: int = _DEPT
         return depth > 0 and any(_better_by_family(e, 1, depth - 1) for e in elements)
     if kind is memoryview or kind is np.memmap:
         return True
+    if kind is np.ma.MaskedArray:
+        # Pickle copies it, blows a broadcast one up, and makes a mask where there was none. The family makes an array
+        # of what is below the mask.
+        return bool(value.baseclass is np.ndarray)
     module = kind.__module__
     if module == "numpy":
         flags = getattr(value, "flags", None)

@@ -91,6 +91,31 @@ def test_a_broadcast_array_in_a_collection_is_not_blown_up(wrap: Callable[[Any],
     np.testing.assert_array_equal(got, big)
 
 
+@pytest.mark.parametrize("wrap", [lambda v: v, lambda v: [v]], ids=("alone", "list"))
+def test_a_masked_array_comes_back_as_in_stock(wrap: Callable[[Any], Any]) -> None:
+    """Pickle makes a mask where there was none, copies the values, and writes all rows of a broadcast array."""
+    plain = np.ma.masked_array(np.arange(10_000.0), fill_value=7)
+    masked = np.ma.masked_array(np.arange(10_000), np.arange(10_000) % 3 == 0)
+    broadcast = np.broadcast_to(plain[:3], (100_000, 3), subok=True)
+    for array in (plain, masked, broadcast):
+        frames = [f for _, group in PickleCodec().encode(wrap(array)) for f in group]
+        assert any(np.shares_memory(np.frombuffer(flat(f), "u1"), array.data) for f in frames), "it was copied"
+        assert sum(flat(f).nbytes for f in frames) < 100_000
+        got, want = again(wrap(array)), by_stock(wrap(array))
+        if isinstance(got, list):
+            (got,), (want,) = got, want
+        assert type(got) is type(want) is np.ma.MaskedArray
+        assert (got.mask is np.ma.nomask) == (want.mask is np.ma.nomask) == (array.mask is np.ma.nomask)
+        assert got.fill_value == want.fill_value == array.fill_value
+        np.testing.assert_array_equal(got.filled(), array.filled())
+
+
+def test_what_is_below_a_mask_keeps_its_type() -> None:
+    """The family would make an array of it."""
+    got = again(np.ma.masked_array(np.array([[1, 2]]).view(np.matrix), [[True, False]]))
+    assert type(got.data) is np.matrix
+
+
 def test_a_list_that_holds_itself_is_still_written() -> None:
     ring: list[Any] = [memoryview(b"abc")]
     ring.append(ring)
