@@ -61,7 +61,7 @@ def _megabytes(value: int | None) -> str:
 
 
 def totals(outcome: Outcome) -> dict[str, dict[str, Any]]:
-    """Per engine: sum of medians, mean of ratios, bytes, highest peak; of the queries that every engine answered rightly."""
+    """Per engine: sum of medians, mean of ratios, bytes, highest peak; of those that all engines answered rightly."""
     numbers = [q for q in outcome.numbers if all(outcome.cells[q, e].ok for e in outcome.engines)]
     baseline = outcome.engines[0]
     out = {}
