@@ -52,7 +52,12 @@ def flat(buffer: Any) -> memoryview:
     if isinstance(buffer, pickle.PickleBuffer):
         return buffer.raw()
     view = memoryview(buffer)
-    return view if view.format == "B" and view.ndim == 1 and view.contiguous else pickle.PickleBuffer(view).raw()
+    if view.format == "B" and view.ndim == 1 and view.contiguous:
+        return view
+    raw = pickle.PickleBuffer(view).raw()
+    # Not `raw` itself, a view of a view: CPython crashes where both are garbage of one cycle, as after an exception.
+    # It does not look into an array.
+    return np.frombuffer(raw, "u1").data if raw.nbytes else memoryview(b"")
 
 
 class PickleCodec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -114,6 +115,17 @@ def test_what_is_below_a_mask_keeps_its_type() -> None:
     """The family would make an array of it."""
     got = again(np.ma.masked_array(np.array([[1, 2]]).view(np.matrix), [[True, False]]))
     assert type(got.data) is np.matrix
+
+
+def test_frames_in_a_cycle_of_garbage_do_not_crash_the_process() -> None:
+    """CPython does where a view of a view is collected with what it is a view of."""
+    for view in (np.arange(10.0).data, np.asfortranarray(np.ones((3, 4))).data, np.zeros((0, 3)).data):
+        ring: list[Any] = [flat(view)]
+        assert ring[0].tobytes() == view.tobytes("A")
+        assert not isinstance(ring[0].obj, memoryview)
+        ring.append(ring)
+    del ring, view
+    gc.collect()
 
 
 def test_a_list_that_holds_itself_is_still_written() -> None:
