@@ -9,8 +9,8 @@ here:
    ``distributed.protocol.serialize``: for an array that has a mask, or is neither C- nor F-contiguous (above all a
    broadcast one, which would be blown up), and as Arrow IPC for a slice of an Arrow table, whose pickle holds the
    buffers of the whole table (1,300 times the bytes for 100 rows of 100,000); for a `memoryview`, which pickle makes
-   bytes; for a mapped file, which pickle would copy as a whole. A list, tuple or dict with such a value goes the same
-   way.
+   bytes; for a mapped file, which pickle would copy as a whole; for a tensor of PyTorch, whose pickle is a copy of all
+   that it is a slice of, without its gradient. A list, tuple or dict with such a value goes the same way.
 
 Pickle forgets that an array of a subclass (a matrix, a masked array) is read-only. That is written beside it.
 
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -125,6 +126,9 @@ def _better_by_family(value: Any, looked_at: int = _ELEMENTS, depth: int = _DEPT
     if module == "numpy":
         flags = getattr(value, "flags", None)
         return flags is not None and not (getattr(flags, "c_contiguous", True) or getattr(flags, "f_contiguous", True))
+    if module == "torch" and kind.__name__ == "Tensor":
+        # One without strides is not known to the family; an expanded one would come back blown up.
+        return bool(value.layout is sys.modules["torch"].strided and 0 not in value.stride())
     if module == "pyarrow.lib" and kind.__name__ in ("Table", "RecordBatch"):
         # Pickle forgets how many rows a table without columns has.
         return bool(not value.num_columns or value.get_total_buffer_size() > 1.1 * value.nbytes + 4096)

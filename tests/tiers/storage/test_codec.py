@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import sys
+import types
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from distributed.protocol import deserialize_bytes, serialize_bytelist
 
+from dask_gpurt.tiers.storage import codec
 from dask_gpurt.tiers.storage.codec import PickleCodec, flat
 
 if TYPE_CHECKING:
@@ -115,6 +118,47 @@ def test_what_is_below_a_mask_keeps_its_type() -> None:
     """The family would make an array of it."""
     got = again(np.ma.masked_array(np.array([[1, 2]]).view(np.matrix), [[True, False]]))
     assert type(got.data) is np.matrix
+
+
+@pytest.mark.parametrize("wrap", [lambda v: v, lambda v: [v]], ids=("alone", "list"))
+def test_a_slice_of_a_tensor_is_written_alone_and_keeps_its_gradient(wrap: Callable[[Any], Any]) -> None:
+    torch = pytest.importorskip("torch")
+    whole = torch.arange(100_000.0)
+    assert sum(f.nbytes for f in written(wrap(whole[:10]))) < 10_000, "all that it is a slice of was written"
+    frames = [f for _, group in PickleCodec().encode(wrap(whole)) for f in group]
+    assert any(np.shares_memory(np.frombuffer(flat(f), "u1"), whole.numpy()) for f in frames), "it was copied"
+    leaf = torch.ones(3, requires_grad=True)
+    (leaf * 2).sum().backward()
+    got = again(wrap(leaf))
+    got = got[0] if isinstance(got, list) else got
+    assert got.requires_grad
+    assert got.grad.tolist() == [2, 2, 2]
+    for other in (torch.ones(1).expand(1000, 1000), torch.eye(3).to_sparse(), torch.ones(3, dtype=torch.bfloat16)):
+        got = again(wrap(other))
+        got = got[0] if isinstance(got, list) else got
+        assert (got.layout, got.dtype, got.shape) == (other.layout, other.dtype, other.shape)
+        assert bool((got.to_dense() == other.to_dense()).all())
+    assert sum(f.nbytes for f in written(wrap(torch.ones(1).expand(1000, 1000)))) < 10_000
+
+
+def test_a_tensor_goes_by_its_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same where PyTorch is not installed: a type of its name."""
+    torch = types.ModuleType("torch")
+    torch.strided = object()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch", torch)
+
+    class Tensor:
+        def __init__(self, layout: object, *strides: int) -> None:
+            self.layout, self.strides = layout, strides
+
+        def stride(self) -> tuple[int, ...]:
+            return self.strides
+
+    monkeypatch.setattr(Tensor, "__module__", "torch")
+    assert codec._better_by_family(Tensor(torch.strided, 1))
+    assert codec._better_by_family([Tensor(torch.strided, 1)])
+    assert not codec._better_by_family(Tensor(torch.strided, 0, 1)), "it would be blown up"
+    assert not codec._better_by_family(Tensor("sparse")), "the family does not know it"
 
 
 def test_frames_in_a_cycle_of_garbage_do_not_crash_the_process() -> None:
