@@ -109,7 +109,7 @@ def _judge_throttling(before: dict[str, tuple[int, int]], after: dict[str, tuple
 def _frequency(system: System) -> Iterator[Verdict]:
     folder = "sys/devices/system/cpu/cpu0/cpufreq"
     allowed, most = system.number(folder, "scaling_max_freq"), system.number(folder, "cpuinfo_max_freq")
-    # acpi-cpufreq, as on many EPYCs, can be told frequencies of a table only. From the highest one there the processor
+    # acpi-cpufreq, as on many EPYCs, takes frequencies of a table only. From the highest one there the processor
     # boosts by itself, and cpuinfo_max_freq is what it reaches so.
     table = [int(word) for word in (system.text(folder, "scaling_available_frequencies") or "").split()]
     if table and system.number("sys/devices/system/cpu/cpufreq/boost") == 1:

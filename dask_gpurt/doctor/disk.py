@@ -78,7 +78,7 @@ def _folder(folder: str, node: Node, seconds: float) -> Iterator[Verdict]:
 
 
 def _place(folder: str) -> str:
-    """The folder, or the one that it would be made in: made here it would stay, and belong to whoever asked."""
+    """The folder, or the one that it would be made in: made here it would stay, and belong to the user who asked."""
     place = os.path.abspath(folder)
     while not os.path.lexists(place):
         place = os.path.dirname(place)

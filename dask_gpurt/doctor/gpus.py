@@ -108,7 +108,7 @@ def is_wanted(environ: Mapping[str, str], system: System) -> bool:
     if is_hidden(environ):
         return False
     given = environ.get("NVIDIA_VISIBLE_DEVICES")
-    # So the container toolkit is told to give none. With CDI it is set too, and the devices are there all the same.
+    # So the container toolkit gives none. With CDI it is set too, and the devices are there all the same.
     if given in ("", "none", "void") and "nvidiactl" not in system.names("dev"):
         return False
     if given or environ.get("CUDA_VISIBLE_DEVICES"):

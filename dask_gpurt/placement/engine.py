@@ -90,7 +90,7 @@ class Engine:
         self.untrusted = False
         #: an operator has Dask decide, see `model.safe_mode`
         self.safe = False
-        #: the monitor has failed too often: nobody gives out what was held for an owner whose task goes on for hours
+        #: the monitor has failed too often: nothing gives out what was held for an owner whose task goes on for hours
         self.unwatched = False
         self._turn = 0
         #: the task, and number of transitions, for which stealing asked last, and whether placement answers

@@ -96,7 +96,7 @@ class Preflight:
             try:
                 return await self._tell(node=node.to_dict())
             except OSError as e:
-                logger.info("dask-gpurt: the scheduler was not told of this node, and is told again: %r", e)
+                logger.info("dask-gpurt: the scheduler did not hear of this node; it is asked again: %r", e)
                 await asyncio.sleep(seconds)
         return await self._tell(node=node.to_dict())
 

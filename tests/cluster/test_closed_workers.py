@@ -52,7 +52,7 @@ async def test_a_preloaded_worker_of_a_stock_scheduler_is_not_kept(s: Scheduler)
         figures = prometheus._collector
         assert figures is not None
         assert w in figures.sources
-    # Nobody has sent the plugin, so none is torn down.
+    # No scheduler has sent the plugin, so none is torn down.
     assert not [t for t in asyncio.all_tasks() if t.get_name() == "gpurt-feed"]
     assert w not in figures.sources
     assert w not in frozen._owners

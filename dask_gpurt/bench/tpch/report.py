@@ -162,8 +162,8 @@ def page(
     for engine in others:
         mean = figures[engine]["geometric_mean_ratio"]
         if mean is not None:
-            told = f"{engine}: geometric mean of the ratios to {baseline} {mean:.2f} (below 1 is faster)."
-            out.text(told, kind="note")
+            text = f"{engine}: geometric mean of the ratios to {baseline} {mean:.2f} (below 1 is faster)."
+            out.text(text, kind="note")
     for note in outcome.notes:
         out.text(note, kind="note")
     out.text(f"Measured on: {facts['exercised_on']}. Commit {facts['commit']}, {facts['when']}.", kind="note")
@@ -221,7 +221,7 @@ def _pictures(out: Page, outcome: Outcome) -> None:
     for number in outcome.numbers:
         cells = [outcome.cells[number, e] for e in shown]
         out.heading(f"q{number:02d}")
-        # With a run that failed nobody knows which of the rounds the others are.
+        # With a run that failed it is not known which of the rounds the others are.
         seconds = [() if cell.case is None else cell.case.seconds for cell in cells]
         runs = max(map(len, seconds))
         rows = [(f"run {r + 1}", [s[r] if r < len(s) else None for s in seconds]) for r in range(runs)]

@@ -131,7 +131,7 @@ def test_damaged_part_is_lost_data(run_rig: RunRig) -> None:
 def test_a_part_that_cannot_be_read_for_now_costs_no_other(
     run_rig: RunRig, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its output is made anew, as after a loss; but the file is good, and nothing is told of it."""
+    """Its output is made anew, as after a loss; but the file is good, and nothing is said of it."""
 
     async def test(rig: Rig) -> None:
         shards = TierShardStore(rig.engine)
