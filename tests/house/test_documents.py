@@ -94,6 +94,11 @@ def test_sentences_of_the_readme_are_short() -> None:
     assert [s for s in found if len(s.split()) > LONGEST] == []
 
 
+def test_the_changelog_has_no_links() -> None:
+    """The site shows it as a page of `docs/`, from where they lead nowhere: its build fails."""
+    assert "](" not in (ROOT / "CHANGELOG.md").read_text()
+
+
 def test_what_is_wrong_is_found() -> None:
     text = (
         "# A heading\n[a](nowhere.md), [b](#no-heading), [c](#a-heading), `tests/nowhere.py`, `tiers/nowhere/`, "
