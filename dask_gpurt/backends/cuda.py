@@ -13,11 +13,15 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import itertools
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 #: in CUDA_VISIBLE_DEVICES: no device from here on
-HIDE = ("-1", "NoDevFiles")
+_HIDE = ("", "-1", "NoDevFiles")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,11 +60,21 @@ def has_context() -> bool:
     return False
 
 
+def given(environ: Mapping[str, str]) -> list[str] | None:
+    """The devices that CUDA_VISIBLE_DEVICES names, up to a word that hides the rest: [] where that is the first.
+
+    None: the variable is not set, and all devices are there.
+    """
+    setting = environ.get("CUDA_VISIBLE_DEVICES")
+    if setting is None:
+        return None
+    return list(itertools.takewhile(lambda word: word not in _HIDE, (word.strip() for word in setting.split(","))))
+
+
 @functools.cache
 def possible() -> bool:
     """Whether this process could use a CUDA device at all, by what the driver has put into /dev. Loads nothing."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if hidden is not None and hidden.strip() in ("", *HIDE):
+    if given(os.environ) == []:
         return False
     return any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/nvgpu", "/dev/nvhost-gpu", "/dev/dxg"))
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import itertools
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -196,15 +195,12 @@ def _cudf_spills() -> bool:
 def visible_gpus() -> tuple[list[str], str]:
     """The devices that this process may use, as CUDA_VISIBLE_DEVICES names them; with a reason where there are none."""
     snapshot = nvml.look()
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    named = cuda.given(os.environ)
     if named is None and snapshot.reason:  # with one that is lost, CUDA may count the others in another way
         return [], snapshot.reason
     if named is None or not snapshot.devices:
         return [str(d.index) for d in snapshot.devices], snapshot.reason or "NVML finds no device"
-    words = [word.strip() for word in named.split(",") if word.strip()]
-    # CUDA leaves out what comes after a device that is not there, by which some hide all.
-    there = itertools.takewhile(lambda word: word not in cuda.HIDE, words)
-    return list(there), f"CUDA_VISIBLE_DEVICES is {named!r}"
+    return named, f"CUDA_VISIBLE_DEVICES is {os.environ['CUDA_VISIBLE_DEVICES']!r}"
 
 
 def local_cuda_cluster() -> type[LocalCluster]:

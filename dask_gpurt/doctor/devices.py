@@ -8,10 +8,11 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+from dask_gpurt.backends import cuda
 from dask_gpurt.doctor.check import Check
 from dask_gpurt.doctor.finding import fail, na, ok
 from dask_gpurt.doctor.gpu import NVIDIA, pci_devices
-from dask_gpurt.doctor.gpus import is_hidden, is_wanted
+from dask_gpurt.doctor.gpus import is_wanted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -85,7 +86,7 @@ def _cuda(node: Node) -> Iterator[Verdict]:
     system = node.system
     there = pci_devices(system, NVIDIA)
     numbered = [name for name in system.names("dev") if name.startswith("nvidia") and name[6:].isdigit()]
-    if is_hidden(node.environ):
+    if cuda.given(node.environ) == []:
         yield na(f"CUDA_VISIBLE_DEVICES={node.environ['CUDA_VISIBLE_DEVICES']} hides all GPUs from this process")
         return
     if "nvidiactl" not in system.names("dev") and (not there or not is_wanted(node.environ, system)):

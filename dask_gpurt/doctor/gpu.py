@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import itertools
 import os
 import re
 from typing import TYPE_CHECKING
@@ -70,8 +69,8 @@ def _seen(node: Node, snapshot: Snapshot) -> Iterator[Verdict]:
             remedy="look for NVRM and Xid in the kernel log (dmesg), then the driver; in a container --gpus all",
         )
     setting = node.environ.get("CUDA_VISIBLE_DEVICES")
-    words = list(itertools.takewhile(lambda w: w.strip() not in cuda.HIDE, (setting or "").split(",")))
-    missing = [w for w in words if w.strip() and named(w, snapshot) is None] if known else []
+    words = cuda.given(node.environ) or []
+    missing = [word for word in words if named(word, snapshot) is None] if known else []
     if missing:
         yield fail(
             f"CUDA_VISIBLE_DEVICES={setting}, and there is no {', '.join(missing)} among {known} devices",
@@ -81,7 +80,7 @@ def _seen(node: Node, snapshot: Snapshot) -> Iterator[Verdict]:
         )
     names = sorted({d.name for d in snapshot.devices})
     by_bus = node.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
-    if len(names) > 1 and not by_bus and any(w.strip().isdigit() for w in words):
+    if len(names) > 1 and not by_bus and any(word.isdigit() for word in words):
         yield warn(
             f"CUDA_VISIBLE_DEVICES={setting} counts GPUs of several models: {', '.join(names)}",
             expected="CUDA_DEVICE_ORDER=PCI_BUS_ID where models differ, or UUIDs",
@@ -214,9 +213,10 @@ def _partitioned(node: Node, snapshot: Snapshot) -> Iterator[Verdict]:
                 meaning="After a reset workers find other devices than now",
                 remedy=f"{_RESET}, or nvidia-smi -i {d.index} -mig {int(bool(d.mig))}",
             )
-    setting = node.environ.get("CUDA_VISIBLE_DEVICES", "0")
-    first = named(setting.partition(",")[0], snapshot)
-    if first is not None and first.mig and setting.partition(",")[0].strip() not in first.mig_uuids:
+    words = cuda.given(node.environ)
+    word = "0" if words is None else next(iter(words), "")
+    first = named(word, snapshot)
+    if first is not None and first.mig and word not in first.mig_uuids:
         instances = first.mig_uuids
         yield fail(
             f"CUDA_VISIBLE_DEVICES={node.environ.get('CUDA_VISIBLE_DEVICES', 'not set')} is GPU {first.index}, which "

@@ -96,16 +96,10 @@ def write(gpu: Gpu, path: str) -> None:
         f.write("\n")
 
 
-def is_hidden(environ: Mapping[str, str]) -> bool:
-    """Whether CUDA_VISIBLE_DEVICES hides all devices on purpose, as of workers for CPUs on a node with GPUs."""
-    setting = environ.get("CUDA_VISIBLE_DEVICES")
-    return setting is not None and setting.partition(",")[0].strip() in ("", *cuda.HIDE)
-
-
 def is_wanted(environ: Mapping[str, str], system: System) -> bool:
     """Whether this process is meant to have an NVIDIA GPU. In a container sysfs shows all those of the host, also to
     workers that were given none on purpose."""
-    if is_hidden(environ):
+    if cuda.given(environ) == []:  # hidden on purpose, as from workers for CPUs
         return False
     given = environ.get("NVIDIA_VISIBLE_DEVICES")
     # So the container toolkit gives none. With CDI it is set too, and the devices are there all the same.
@@ -118,16 +112,15 @@ def is_wanted(environ: Mapping[str, str], system: System) -> bool:
 
 def visible(environ: Mapping[str, str], snapshot: Snapshot) -> list[Device]:
     """The devices that CUDA_VISIBLE_DEVICES leaves, in its order, up to one that is not there; all without it."""
-    setting = environ.get("CUDA_VISIBLE_DEVICES")
-    if setting is None:
+    words = cuda.given(environ)
+    if words is None:
         return list(snapshot.devices)
-    found = itertools.takewhile(lambda d: d is not None, (named(word, snapshot) for word in setting.split(",")))
+    found = itertools.takewhile(lambda d: d is not None, (named(word, snapshot) for word in words))
     return [d for d in found if d is not None]
 
 
 def named(word: str, snapshot: Snapshot) -> Device | None:
     """A device by index or by UUID, which may be shortened; a MIG instance stands for its parent."""
-    word = word.strip()
     for d in snapshot.devices:
         if word == str(d.index) or (len(word) > 4 and d.uuid.startswith(word)) or word in d.mig_uuids:
             return d
