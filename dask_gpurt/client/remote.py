@@ -114,7 +114,6 @@ def counted(dask_scheduler: Scheduler, figures: dict[str, dict[str, Any]]) -> di
                 "host": _host(ws.address),
                 "node_class": key_of(ws),
                 "threads": ws.nthreads,
-                "memory_bytes": ws.memory_limit,
             }
             for ws in dask_scheduler.workers.values()
         },

@@ -152,7 +152,6 @@ def as_run(snapshot: Snapshot) -> Run:
                     "name": snapshot.title(address),
                     "host": "",
                     "threads": member.threads,
-                    "memory_bytes": member.memory_limit_bytes,
                     "status": snapshot.having.get(address, {}),
                 }
                 for address, member in snapshot.members.items()

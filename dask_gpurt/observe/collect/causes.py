@@ -28,10 +28,17 @@ LOCAL = ("network", "unspill", "memory", "shuffle_barrier", "serialisation", "re
 #: the causes that only the scheduler can tell apart; a worker says ``unassigned`` for all of them
 CENTRAL = ("shuffle_barrier", "skew", "queued_elsewhere", "scheduler", "planning", "no_ready_task", "no_work")
 UNASSIGNED = "unassigned"
+#: how the key of a task begins that waits for all senders of a shuffle
+BARRIER = "shuffle-barrier-"
 #: key of the histograms of waits (`dask_gpurt.observe.collect.wait_histogram`) in a worker's heartbeat
 WAITS = "slot_waits"
 #: key of the moment at which the figures of a heartbeat were taken: seconds of the worker's own clock, never going back
 CLOCK = "slot_clock"
+
+
+def label(use: str) -> str:
+    """How a cause, or ``busy``, is called."""
+    return BUSY if use == BUSY else CAUSES[use][0]
 
 
 def heartbeat_key(name: str) -> str:

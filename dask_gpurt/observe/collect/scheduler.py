@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from distributed import SchedulerPlugin
 
 from dask_gpurt.observe import seam
-from dask_gpurt.observe.collect.stall_ledger import BARRIER, ERRORS, StallLedger
+from dask_gpurt.observe.collect.causes import BARRIER
+from dask_gpurt.observe.collect.stall_ledger import ERRORS, StallLedger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection

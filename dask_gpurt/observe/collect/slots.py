@@ -37,14 +37,12 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.observe.collect.causes import UNASSIGNED
+from dask_gpurt.observe.collect.causes import BARRIER, UNASSIGNED
 from dask_gpurt.observe.collect.wait_histogram import Tails
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
-#: such tasks wait for all senders of a shuffle, from their first to their last moment
-BARRIER_PREFIX = "shuffle-barrier-"
 _IDLE = ("memory", "network", "resources", UNASSIGNED)
 #: a loop that stands still for less, or for longer (a machine that slept), was not held up by decoding a task
 _STANDING_SECONDS = (0.05, 60.0)
@@ -235,7 +233,7 @@ class SlotMeter:
         """A task begins to be executed."""
         # No integral changes: `state` has counted it among those that execute.
         task = self._tasks[key] = RunningTask(self, key, self._clock())
-        if type(key) is str and key.startswith(BARRIER_PREFIX):
+        if type(key) is str and key.startswith(BARRIER):
             task.enter("shuffle_barrier")
         return task
 

@@ -28,7 +28,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Protocol, TypeVarTuple
 
 from dask_gpurt.observe.collect import wait_histogram
-from dask_gpurt.observe.collect.causes import CENTRAL, WAITS
+from dask_gpurt.observe.collect.causes import BARRIER, CENTRAL, WAITS
 from dask_gpurt.observe.collect.task_history import TaskHistory
 from dask_gpurt.observe.collect.worker_account import INDEX, WorkerAccount, as_json
 
@@ -49,7 +49,6 @@ SKEWED = 1000
 ERRORS = 10
 
 _SCHEDULER, _QUEUED_ELSEWHERE = INDEX["scheduler"], INDEX["queued_elsewhere"]
-BARRIER = "shuffle-barrier-"
 #: states of a barrier that is still to be passed
 _OPEN = ("waiting", "queued", "processing", "no-worker")
 _Ts = TypeVarTuple("_Ts")

@@ -9,7 +9,7 @@ from bokeh.layouts import column
 from bokeh.models import ColumnDataSource, CustomJSHover, Div
 from bokeh.plotting import figure
 
-from dask_gpurt.observe.collect.causes import BUSY, CAUSES
+from dask_gpurt.observe.collect.causes import BUSY, CAUSES, label
 from dask_gpurt.observe.dashboard import style
 from dask_gpurt.observe.dashboard.axes import TimeAxis
 from dask_gpurt.observe.dashboard.component import GpurtPlot, fill
@@ -123,11 +123,6 @@ class StallCauses(GpurtPlot):
 def _column(group: int) -> str:
     """The column of a group; one with a single use is drawn from a column of its own as well."""
     return f"group{group}"
-
-
-def label(use: str) -> str:
-    """How a use is called."""
-    return BUSY if use == BUSY else CAUSES[use][0]
 
 
 def _shares(feed: Feed) -> str:

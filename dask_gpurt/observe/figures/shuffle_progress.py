@@ -14,6 +14,8 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
+from dask_gpurt.observe.collect.causes import BARRIER
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
 RUNS = 3
 #: seconds that a run stays after its end
 ENDED_SECONDS = 60.0
-BARRIER = "shuffle-barrier-"
 #: states of a task that has its result still before it
 _AHEAD = frozenset({"waiting", "queued", "processing", "no-worker"})
 

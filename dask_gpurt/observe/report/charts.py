@@ -10,7 +10,7 @@ from __future__ import annotations
 import html
 from typing import TYPE_CHECKING
 
-from dask_gpurt.observe.collect.causes import BUSY, CAUSES
+from dask_gpurt.observe.collect.causes import BUSY, CAUSES, label
 from dask_gpurt.observe.render.html import Drawing
 from dask_gpurt.observe.render.text import seconds_said
 
@@ -93,11 +93,11 @@ def stacks(rows: Sequence[tuple[str, float, Mapping[str, float]]]) -> Drawing:
         used.update(use for use, seconds in parts if seconds / total > 0.001)
         spans = "".join(
             f'<span class={_CLASS[use]} style="flex:{seconds / total:.5f} 1 0" '
-            f'title="{_e(_label(use))}: {seconds_said(seconds)} ({seconds / total:.1%})"></span>'
+            f'title="{_e(label(use))}: {seconds_said(seconds)} ({seconds / total:.1%})"></span>'
             for use, seconds in parts
         )
         body.append(f'<div class=name title="{_e(name)}">{_e(name)}</div><div class=stack>{spans}</div>')
-    legend = [(_CLASS[use], _label(use)) for use in (BUSY, *CAUSES) if use in used]
+    legend = [(_CLASS[use], label(use)) for use in (BUSY, *CAUSES) if use in used]
     return Drawing(f"{_legend(legend)}<div class=rows>{''.join(body)}</div>")
 
 
@@ -201,10 +201,6 @@ def _legend(entries: Sequence[tuple[str, str]]) -> str:
         + "".join(f"<span><i class={name}></i>{_e(text)}</span>" for name, text in entries)
         + "</div>"
     )
-
-
-def _label(use: str) -> str:
-    return BUSY if use == BUSY else CAUSES[use][0]
 
 
 def _e(text: str) -> str:

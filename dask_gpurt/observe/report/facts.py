@@ -48,7 +48,6 @@ class WorkerRun:
     #: the key of its `dask_gpurt.model.node_class.NodeClass`
     node_class: str
     threads: int
-    memory_bytes: int
     slot_seconds: float
     busy_seconds: float
     #: cause -> slot-seconds
@@ -183,7 +182,6 @@ def _worker_run(address: str, facts: Mapping[str, Any], ledger: Mapping[str, Any
         host=facts["host"],
         node_class=facts.get("node_class", ""),
         threads=facts["threads"],
-        memory_bytes=facts["memory_bytes"],
         slot_seconds=ledger.get("slot_seconds", 0.0),
         busy_seconds=ledger.get("busy_seconds", 0.0),
         causes=ledger.get("causes", {}),

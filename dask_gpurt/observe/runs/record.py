@@ -201,8 +201,8 @@ def run_of(record: Mapping[str, Any]) -> Run:
         stop=record["stop"],
         workers=tuple(
             WorkerRun(
-                *(w["address"], w["name"], w["host"], w["node_class"], w["threads"], w["memory_bytes"]),
-                *(w["slots"], w[BUSY], w["causes"], w["tiers"]),
+                *(w["address"], w["name"], w["host"], w["node_class"], w["threads"], w["slots"]),
+                *(w[BUSY], w["causes"], w["tiers"]),
             )
             for w in sorted(record["workers"], key=lambda w: (len(w["name"]), w["name"]))
         ),

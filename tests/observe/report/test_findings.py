@@ -27,7 +27,6 @@ def run(causes: dict[str, float] | None = None, busy: float = 50.0, **known: Any
             f"host-{name}",
             f"2 threads, {name}",
             2,
-            10**9,
             slots / 2,
             busy / 2,
             half,
@@ -188,7 +187,7 @@ def test_a_run_of_a_cluster_with_a_worker_that_says_nothing() -> None:
         "scheduler": {"version": "1", "policy": "gpurt", "ledger": {"slot_seconds": 10.0, "busy_seconds": 10.0}},
         "details": {},
         "prices": None,
-        "workers": {"x": {"name": "x", "host": "h", "threads": 1, "memory_bytes": 0, "status": {}}},
+        "workers": {"x": {"name": "x", "host": "h", "threads": 1, "status": {}}},
     }
     got = from_snapshots(None, after)
     assert (got.seconds, got.busy_seconds, got.workers[0].slot_seconds) == (10.0, 10.0, 0.0)
