@@ -10,7 +10,8 @@ import pandas as pd
 from dask._task_spec import Dict
 from dask.delayed import DelayedLeaf
 
-_CHANGING = (list, dict, set, np.ndarray, pd.DataFrame, pd.Series, pd.Index, Dict, DelayedLeaf)
+#: operands that can change in place, or hold something that can
+CHANGING = (list, dict, set, np.ndarray, pd.DataFrame, pd.Series, pd.Index, Dict, DelayedLeaf)
 
 
 def may_hold(expression: Any) -> bool:
@@ -31,6 +32,6 @@ def _may_change(expression: Any) -> bool:
             left += (value.func, *value.args, *value.keywords.values())
         elif isinstance(value, tuple):
             left += value
-        elif isinstance(value, _CHANGING):
+        elif isinstance(value, CHANGING):
             return True
     return False

@@ -35,8 +35,8 @@ DATA_SET = frozenset(("_dataset_info_cache", "filesystem", "fs"))
 _MADE = DATA_SET.union(("_meta", "meta", "parent_meta", "storage_options"))
 #: operands whose dicts mean the same in any order, or which Dask has made
 _UNORDERED = frozenset(("arrow_to_pandas", "chunk_kwargs", "columns", "combine_kwargs", "decimals", "dtypes", "value"))
-#: exact types of which a name tells all
-_ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes, decimal.Decimal))
+#: exact types of which a name tells all; most operands are of them
+ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes, decimal.Decimal))
 _DAYS = frozenset((datetime.date, datetime.time, datetime.datetime, datetime.timedelta))
 #: kinds of which it tells all; a function is known by its place
 _TOLD = (
@@ -57,7 +57,7 @@ def untold(expression: Any) -> tuple[tuple[int, Any], ...]:
     names = type(expression)._parameters
     out: list[tuple[int, Any]] = []
     for i, operand in enumerate(expression.operands):
-        if type(operand) in _ATOMS or isinstance(operand, Expr):
+        if type(operand) in ATOMS or isinstance(operand, Expr):
             continue
         name = names[i] if i < len(names) else ""
         if name == "_dataset_info_cache" and type(expression).__name__ == "ReadParquetPyarrowFS":
@@ -124,7 +124,7 @@ def _facts(name: str, operand: Any) -> list[Any]:
     out: list[Any] = []
     for value in left:  # grows
         kind = type(value)
-        if kind in _ATOMS or isinstance(value, _TOLD) or (kind in _DAYS and getattr(value, "tzinfo", None) is None):
+        if kind in ATOMS or isinstance(value, _TOLD) or (kind in _DAYS and getattr(value, "tzinfo", None) is None):
             continue
         if kind is dict:
             left += (*value, *value.values())
@@ -154,9 +154,9 @@ def _is_told(value: Any) -> bool:
     if type(value) is np.ndarray:
         return value.ndim < 2 and value.dtype.names is None and not value.dtype.hasobject
     if isinstance(value, set | frozenset):
-        return _ATOMS.issuperset(map(type, value))
+        return ATOMS.issuperset(map(type, value))
     if type(value) is OrderedDict:
-        return _ATOMS.issuperset(map(type, value.values()))
+        return ATOMS.issuperset(map(type, value.values()))
     # Those of a number or a text may be written as what they derive from.
     return isinstance(value, np.generic) and not isinstance(value, float | complex | str | bytes)
 

@@ -68,6 +68,7 @@ KINDS: dict[str, frozenset[str]] = {
     }.items()
 }
 
+_TEXTS = (str, bytes)
 _PLAIN = (
     type(None),
     bool,
@@ -89,14 +90,8 @@ _PLAIN = (
     np.ufunc,
 )
 
-#: exact types of most operands
-_ATOMS = frozenset((type(None), bool, int, float, str))
-
 #: operands that can change, or hold something that can
-_CHANGING = (
-    *(dict, list, tuple, set, np.ndarray, pd.DataFrame, pd.Series, pd.Index),
-    *(functools.partial, itemgetter, Dict),
-)
+_CHANGING = (*calls.CHANGING, tuple, functools.partial, itemgetter)
 
 #: what an expression computes when it is asked for the first time, and keeps, that contains its operands
 _COMPUTED = ("args", "_args", "_kwargs", "agg_args", "aggregate_args", "by", "spec", "_meta")
@@ -215,8 +210,6 @@ def put(held: Holder) -> Tables:
         from dask.dataframe.dask_expr._expr import Expr
     except ImportError as e:
         raise SeamMismatch(f"Dask {dask.__version__} has no expressions that are looked up by name: {e}") from e
-    import pandas as pd
-
     if int(pd.__version__.partition(".")[0]) < 3:
         # Two collections have one empty frame, and a user who changes it in place changes both.
         raise SeamMismatch(f"pandas {pd.__version__} does not copy on write, as pandas 3 does")
@@ -278,7 +271,7 @@ def _may_hold(expression: Any, new: bool) -> bool:
         return False
     names = type(expression)._parameters
     for i, operand in enumerate(expression.operands):
-        if type(operand) in _ATOMS and (type(operand) is not str or len(operand) <= MOST_CHARACTERS):
+        if type(operand) in named.ATOMS and (type(operand) not in _TEXTS or len(operand) <= MOST_CHARACTERS):
             continue
         if isinstance(operand, Expr):
             if not may_hold(operand):
@@ -321,7 +314,7 @@ def _take(expression: Any) -> None:
 
 def _copied(operand: Any) -> Any:
     # Nine in ten are of the first kinds, and a deep copy takes ten times as long.
-    if type(operand) in (list, tuple) and _ATOMS.issuperset(map(type, operand)):
+    if type(operand) in (list, tuple) and named.ATOMS.issuperset(map(type, operand)):
         return operand[:]
     if type(operand) is Dict and not operand.args:
         return operand
@@ -332,7 +325,7 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
     """Whether an operand is small, holds nothing of a user's, and always means the same."""
     if not isinstance(value, type) and not _is_of_a_library(type(value)):
         return False  # a text or a number of a user's class may have more in it than its name tells
-    if isinstance(value, str | bytes):
+    if isinstance(value, _TEXTS):
         return len(value) <= MOST_CHARACTERS
     if isinstance(value, _PLAIN):
         return not isinstance(value, types.BuiltinFunctionType) or isinstance(
