@@ -53,9 +53,6 @@ class Device:
     #: rows of memory that are replaced at the next reset, or that could not be
     remap_pending: bool = False
     remap_failed: bool = False
-    #: lanes of PCIe
-    link_width: int | None = None
-    link_width_most: int | None = None
     #: state of each NVLink; empty: it has none
     nvlinks: tuple[bool, ...] = ()
     #: None: it cannot be partitioned
@@ -243,8 +240,6 @@ def _device(pynvml: Any, index: int) -> Device:
         uncorrected_errors=ask(pynvml.nvmlDeviceGetTotalEccErrors, uncorrected, volatile),
         remap_pending=bool(remapped[2]),
         remap_failed=bool(remapped[3]),
-        link_width=ask(pynvml.nvmlDeviceGetCurrPcieLinkWidth),
-        link_width_most=ask(pynvml.nvmlDeviceGetMaxPcieLinkWidth),
         nvlinks=tuple(bool(state) for state in links if state is not None),
         mig=None if mig[0] is None else bool(mig[0]),
         mig_pending=None if mig[1] is None else bool(mig[1]),

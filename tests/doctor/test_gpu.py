@@ -356,7 +356,6 @@ int nvmlDeviceGetPcieThroughput(void *h, unsigned counter, unsigned *kib) {
 }
 int nvmlDeviceGetUtilizationRates(void *h, unsigned *u) { u[0] = 25; u[1] = 60; return OK; }
 int nvmlDeviceGetCurrentClocksEventReasons(void *h, unsigned long long *r) { *r = 0x44; return OK; }
-int nvmlDeviceGetMaxPcieLinkWidth(void *h, unsigned *w) { return UNSUPPORTED; }
 int nvmlDeviceGetNvLinkState(void *h, unsigned i, int *on) { *on = i != 1; return i < 3 ? OK : UNSUPPORTED; }
 int nvmlDeviceGetMigMode(void *h, unsigned *now, unsigned *then) { *now = 1; *then = 0; return OK; }
 int nvmlDeviceGetMaxMigDeviceCount(void *h, unsigned *n) { *n = 7; return OK; }
@@ -395,7 +394,6 @@ def test_the_binding_of_nvml_on_a_compiled_library(tmp_path: Path) -> None:
             used_bytes=400,
             uncorrected_errors=7,
             remap_pending=True,
-            link_width=8,
             nvlinks=(True, False, True),
             mig=True,
             mig_pending=False,
