@@ -112,7 +112,7 @@ class TierHistory(GpurtPlot):
 
     TITLE = "Memory tiers: bytes held"
     NAME = "gpurt_tier_history"
-    #: of `feed.LEVELS`; a tier that no worker has is in neither plot nor legend
+    #: of `history.LEVELS`; a tier that no worker has is in neither plot nor legend
     TIERS = (
         ("device_bytes", "device memory", style.GREEN),
         ("host_bytes", "host memory", style.TEAL),

@@ -7,7 +7,7 @@ and queues do the same), until every task that depends on the outputs has ended,
 last output was made. Until then a lost worker costs what it does before (`reopen`): its own part.
 
 What a run holds meanwhile are the rows that its workers retained, within their budget. Runs whose outputs were all made
-give way first (`send_log.Budget`).
+give way first (`send_log.RetainBudget`).
 
 A join's first side may have to wait long for the other, and only one worker has its barrier's result until outputs are
 made. Were that lost, all inputs of the side would be split anew; so other workers get copies (`_copy`). Dask's memory
