@@ -85,9 +85,9 @@ class Open(NamedTuple):
 
 
 class Governor:
-    """Observes decisions, and says whether placement or Dask makes the next one. `seed`: of the lots in a trial."""
+    """Observes decisions, and says whether placement or Dask makes the next one."""
 
-    def __init__(self, clock: Callable[[], float], seed: int = 0) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self.standing = Standing.TRUSTED
         #: why the policy is, or was last, on trial or retired; None: never
         self.reason: str | None = None
@@ -98,7 +98,7 @@ class Governor:
         self.lots = 0
         self.left = 0
         self._clock = clock
-        self._lot = random.Random(seed).random
+        self._lot = random.Random(0).random
         #: decisions whose tasks have not finished, by key; read only
         self.open: dict[Hashable, Open] = {}
         #: (log actual / predicted, actual - predicted, log actual / stock, actual - stock, log predicted / stock)

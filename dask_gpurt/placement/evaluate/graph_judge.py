@@ -92,8 +92,6 @@ class GraphJudge:
         Called with the reason when a head, or everything, is left to stock.
     enabled
         False: everything is placement's, and nothing is observed.
-    seed
-        Of the random generator that draws lots.
     loop_seconds
         Processor seconds of the scheduler's event loop until now.
     """
@@ -104,7 +102,6 @@ class GraphJudge:
         retired: Callable[[str], None] = lambda reason: None,
         *,
         enabled: bool = True,
-        seed: int = 0,
         loop_seconds: Callable[[], float] | None = None,
     ) -> None:
         self.enabled = enabled
@@ -131,7 +128,7 @@ class GraphJudge:
         self.records: dict[Head, Record] = {}
         self._clock = clock
         self._retired = retired
-        self._lot = random.Random(seed).random
+        self._lot = random.Random(0).random
         # Looked up at each call, so that a simulator can exchange it.
         self._loop_seconds = loop_seconds or (lambda: time.thread_time())
         #: the present episode; None: none

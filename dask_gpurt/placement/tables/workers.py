@@ -150,7 +150,7 @@ class WorkerInfo:
 class Workers:
     """All workers, by address, by node and by idleness."""
 
-    def __init__(self, host_share: float, seed: int = 0) -> None:
+    def __init__(self, host_share: float) -> None:
         #: share of a worker's memory limit that task data may fill
         self.host_share = host_share
         self.by_address: dict[str, WorkerInfo] = {}
@@ -160,7 +160,7 @@ class Workers:
         #: whether nodes are zones
         self.zoned = False
         #: seeded, so that the same events give the same decisions
-        self.random: Callable[[], float] = random.Random(seed).random
+        self.random: Callable[[], float] = random.Random(0).random
 
     def add(self, ws: WorkerState) -> WorkerInfo:
         """Add a worker. One that came back under its old address replaces the former entry."""

@@ -244,9 +244,9 @@ class Entry:
 class EventLog:
     """The last moves of all entries, for `story`."""
 
-    def __init__(self, length: int = 5000) -> None:
+    def __init__(self) -> None:
         # As they come; `story` makes text of them.
-        self._events: deque[tuple[float, Hashable, State | None, str, State | None]] = deque(maxlen=length)
+        self._events: deque[tuple[float, Hashable, State | None, str, State | None]] = deque(maxlen=5000)
         #: called with every move: key, state after it (None: gone); must not raise
         self.listener: Callable[[Hashable, State | None], None] | None = None
 

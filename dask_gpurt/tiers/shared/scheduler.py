@@ -77,10 +77,10 @@ class SharedCopiesPlugin(TierPlugin):
 
     name = "gpurt-shared-copies"
 
-    def __init__(self, bucket: Bucket, *, sink: Sink = null_sink, expire_seconds: float = EXPIRE_SECONDS) -> None:
+    def __init__(self, bucket: Bucket, *, sink: Sink = null_sink) -> None:
         super().__init__("shared copies", look=self._greet, look_seconds=LOOK_SECONDS, stop=self.stop, sink=sink)
         self._bucket = bucket
-        self._expire_seconds = expire_seconds
+        self._expire_seconds = EXPIRE_SECONDS
         self._removals: list[_Removal] = []
         #: workers that were greeted -> the prefix that each was given
         self._issued: dict[str, str] = {}
