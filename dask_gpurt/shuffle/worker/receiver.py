@@ -159,10 +159,6 @@ class Receiver:
         for future in earlier:
             await asyncio.shield(future)
 
-    def is_stored(self, shard_id: int) -> bool:
-        """Whether a shard is stored, or waits to be merged."""
-        return self._arrivals.get(shard_id, self) is None
-
     async def settle(self) -> None:
         """Store what waits to be merged, and wait for a merge under way.
 
