@@ -9,11 +9,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,30 +59,6 @@ def turns(names: Sequence[str], runs: int) -> Iterator[tuple[int, str]]:
     for r in range(runs):
         for name in names if r % 2 == 0 else reversed(names):
             yield r, name
-
-
-def paired(cases: Mapping[str, Callable[[], object]], runs: int) -> dict[str, Case]:
-    """Run every case `runs` times, taking turns, and time it.
-
-    Parameters
-    ----------
-    cases
-        Name -> what to time. The first is the baseline in `table`.
-    runs
-        Rounds; each case once in each.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in cases}
-    for _, name in turns(list(cases), runs):
-        start = time.perf_counter()
-        cases[name]()
-        seconds[name].append(time.perf_counter() - start)
-    return {name: Case(name, tuple(s)) for name, s in seconds.items()}
-
-
-def table(results: Mapping[str, Case]) -> dict[str, dict[str, Any]]:
-    """Per case its figures and its ratio to the first case, ready for a result file."""
-    baseline = next(iter(results.values()))
-    return {name: {**case.to_dict(), "ratio": case.ratio(baseline)} for name, case in results.items()}
 
 
 def geometric_mean(values: Iterable[float]) -> float:
