@@ -48,6 +48,8 @@ def attach(client: Asked, *, settings: Mapping[str, Any] | None = None) -> Statu
         The package is missing there, a part could not take over, or a shuffle is running. The cluster is as it was.
     ConfigError
         As for `local_cluster`, or ``gpurt.policy`` is ``stock``.
+    NoAnswer
+        The scheduler cannot be reached.
     """
     loaded = Settings.load(settings)
     if loaded.policy == "stock":
@@ -98,6 +100,8 @@ def detach(client: Asked) -> None:
     ------
     InstallError
         A part refused to leave, as while a shuffle is running; the text says which and why.
+    NoAnswer
+        The scheduler cannot be reached.
     """
     # Of an asynchronous client this is the awaitable.
     return ask(client, _take_out)

@@ -68,6 +68,11 @@ def hold(
     timeout
         Seconds that the scheduler has to answer.
 
+    Returns
+    -------
+    Quarantined
+        Who is out now, and who is suspected. Prints as text; ``.to_dict()`` for programs.
+
     Raises
     ------
     ValueError
@@ -84,7 +89,7 @@ def hold(
 
 
 def release(client: Asked, workers: Iterable[str | int], *, timeout: float = ANSWER_SECONDS) -> Quarantined:
-    """Let workers have tasks again. Arguments and errors are those of `hold`."""
+    """Let workers have tasks again. Arguments, answer and errors are those of `hold`."""
     answer: Quarantined = ask(client, _change, [], _words(workers), "", timeout, timeout=timeout)
     return answer
 
