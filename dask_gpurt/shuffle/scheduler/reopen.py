@@ -317,6 +317,8 @@ class Opener:
         ------
         FlushFailed
             A worker cannot flush.
+        AnswersFailed
+            An input that counts cannot be split again.
         """
 
         def same() -> bool:
