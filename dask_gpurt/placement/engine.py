@@ -80,8 +80,8 @@ class Engine:
         self.scheduler = scheduler
         self.settings = settings
         self.policy: Policy = policy or Cheapest()
-        #: constants of the cost; None: a user's policy decides, and sees every task
-        self._weights = self.policy.weights if type(self.policy) is Cheapest else None
+        #: a user's policy decides, and sees every task
+        self._users = type(self.policy) is not Cheapest
         #: called with the reason when the governor switches the policy off
         self.on_retired: Callable[[str], None] = lambda reason: None
         #: weigh all tasks with inputs, even where Dask knows as much; for tests and benchmarks of the cost
@@ -266,7 +266,7 @@ class Engine:
         all inputs are in memory, comparing more was not better. In 32 simulated cases, for which nothing was tuned, it
         took the same time in the mean (0.98 of both of Dask's settings) and 8 % more memory.
         """
-        if self.always or self._weights is None or self.speeds.uneven:
+        if self.always or self._users or self.speeds.uneven:
             return True
         if self.workers.zoned and self._spans_zones(ts):
             return True

@@ -11,7 +11,6 @@ import dask
 import pytest
 
 from dask_gpurt.placement.decide.cost import cost
-from dask_gpurt.placement.decide.policy import WEIGHTS
 from dask_gpurt.placement.evaluate import idle_alarm
 from dask_gpurt.simulate import Cluster, TaskSpec, Workload, policies
 from dask_gpurt.simulate.clock import patched
@@ -35,7 +34,7 @@ class Worst:
     """The worst of the candidates."""
 
     def decide(self, task: TaskView, workers: Sequence[WorkerView], far: Link) -> int:
-        return max(range(len(workers)), key=lambda i: cost(task, workers[i], far, WEIGHTS))
+        return max(range(len(workers)), key=lambda i: cost(task, workers[i], far))
 
 
 def all_on_one(plugin: PlacementPlugin | None) -> None:

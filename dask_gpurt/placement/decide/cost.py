@@ -28,7 +28,6 @@ chain of very short tasks hops between idle workers.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -36,22 +35,18 @@ if TYPE_CHECKING:
     from dask_gpurt.model.views import TaskView, WorkerView
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Weights:
-    """The constants of the cost."""
-
-    #: lambda: seconds charged to the task per second that its fetches occupy a link
-    moved: float = 1.0
-    #: weight of the smaller of queue and inputs. Both go on at once, but neither is known well; and of workers that
-    #: must fetch equally much, the one with the shorter queue is better
-    hidden: float = 0.1
-    #: epsilon: weight of a second that slack covers; decides among workers that cost the same otherwise
-    excused: float = 0.1
-    #: seconds to write one byte out and read it back: 1 GB/s each way, an ordinary NVMe shared by a few workers
-    overflow_seconds_per_byte: float = 2e-9
+#: lambda: seconds charged to the task per second that its fetches occupy a link
+MOVED = 1.0
+#: weight of the smaller of queue and inputs. Both go on at once, but neither is known well; and of workers that must
+#: fetch equally much, the one with the shorter queue is better
+HIDDEN = 0.1
+#: epsilon: weight of a second that slack covers; decides among workers that cost the same otherwise
+EXCUSED = 0.1
+#: to write one byte out and read it back: 1 GB/s each way, an ordinary NVMe shared by a few workers
+OVERFLOW_SECONDS_PER_BYTE = 2e-9
 
 
-def cost(task: TaskView, worker: WorkerView, far: Link, weights: Weights) -> float:
+def cost(task: TaskView, worker: WorkerView, far: Link) -> float:
     """Cost of a task on a worker in seconds, `far` being the path between two nodes; smaller is better."""
     queue, pending, near_bytes, near_fetches, far_bytes, far_fetches, slowness, room, _, near, far_price, read = worker
     compute, output, slack = task
@@ -63,17 +58,17 @@ def cost(task: TaskView, worker: WorkerView, far: Link, weights: Weights) -> flo
         moved += across
         priced += far_price * across
     inputs = pending + moved
-    seconds = (queue if queue > inputs else inputs) + weights.hidden * (inputs if queue > inputs else queue)
+    seconds = (queue if queue > inputs else inputs) + HIDDEN * (inputs if queue > inputs else queue)
     if read > seconds:
         seconds = read
     seconds += compute * slowness
     if slack:
-        seconds -= (1.0 - weights.excused) * (seconds if seconds < slack else slack)
-    seconds += weights.moved * (priced + read)
+        seconds -= (1.0 - EXCUSED) * (seconds if seconds < slack else slack)
+    seconds += MOVED * (priced + read)
     new = near_bytes + far_bytes + output
     over = new - room
     if over > 0:
-        seconds += (over if over < new else new) * weights.overflow_seconds_per_byte
+        seconds += (over if over < new else new) * OVERFLOW_SECONDS_PER_BYTE
     return seconds
 
 
@@ -92,7 +87,7 @@ def _moved(worker: WorkerView, far: Link) -> tuple[float, float]:
     return close + across, close + worker.far_price * across
 
 
-def terms(task: TaskView, worker: WorkerView, far: Link, weights: Weights) -> dict[str, float]:
+def terms(task: TaskView, worker: WorkerView, far: Link) -> dict[str, float]:
     """The terms of `cost` by name, in seconds.
 
     ``max(max(queue, inputs) + hidden, read) + compute - excused + overflow + moved`` is the cost.
@@ -101,7 +96,7 @@ def terms(task: TaskView, worker: WorkerView, far: Link, weights: Weights) -> di
     new = worker.near_bytes + worker.far_bytes + task.output_bytes
     inputs = worker.pending_seconds + moved
     compute = task.compute_seconds * worker.slowness
-    hidden = weights.hidden * min(worker.queue_seconds, inputs)
+    hidden = HIDDEN * min(worker.queue_seconds, inputs)
     wait = max(max(worker.queue_seconds, inputs) + hidden, worker.read_seconds)
     return {
         "queue": worker.queue_seconds,
@@ -109,7 +104,7 @@ def terms(task: TaskView, worker: WorkerView, far: Link, weights: Weights) -> di
         "read": worker.read_seconds,
         "hidden": hidden,
         "compute": compute,
-        "excused": (1.0 - weights.excused) * min(wait + compute, task.slack_seconds),
-        "overflow": max(0.0, min(new, new - worker.room_bytes)) * weights.overflow_seconds_per_byte,
-        "moved": weights.moved * (priced + worker.read_seconds),
+        "excused": (1.0 - EXCUSED) * min(wait + compute, task.slack_seconds),
+        "overflow": max(0.0, min(new, new - worker.room_bytes)) * OVERFLOW_SECONDS_PER_BYTE,
+        "moved": MOVED * (priced + worker.read_seconds),
     }

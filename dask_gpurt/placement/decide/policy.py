@@ -19,7 +19,7 @@ import re
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from dask_gpurt.errors import ConfigError
-from dask_gpurt.placement.decide.cost import Weights, cost
+from dask_gpurt.placement.decide.cost import cost
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from dask_gpurt.model.link import Link
     from dask_gpurt.model.views import TaskView, WorkerView
 
-#: the default
-WEIGHTS = Weights()
 #: the name of a class, as in the setting
 CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
@@ -63,12 +61,23 @@ class Policy(Protocol):
 class Cheapest:
     """``gpurt``: the worker on which the task costs the fewest seconds, see `cost`."""
 
-    def __init__(self, weights: Weights = WEIGHTS) -> None:
-        self.weights = weights
+    def decide(self, task: TaskView, workers: Sequence[WorkerView], far: Link) -> int:
+        """Index of the cheapest candidate; among equals the one that holds fewer bytes, then the first.
 
-    def decide(self, task: TaskView, workers: Sequence[WorkerView], far: Link) -> int | None:
-        """Index of the cheapest worker, see `choose`."""
-        return choose(task, workers, far, self.weights)
+        Raises
+        ------
+        ValueError
+            No candidates.
+        """
+        best = -1
+        best_cost = best_held = 0.0
+        for i, worker in enumerate(workers):
+            seconds = cost(task, worker, far)
+            if best < 0 or seconds < best_cost or (seconds == best_cost and worker.held_bytes < best_held):
+                best, best_cost, best_held = i, seconds, worker.held_bytes
+        if best < 0:
+            raise ValueError("no candidates to choose from; at least one worker is needed")
+        return best
 
 
 def load(name: str) -> Policy:
@@ -114,22 +123,3 @@ def load(name: str) -> Policy:
             f"{said}{class_name}() failed: {type(e).__name__}: {e}. Remedy: make it a class that takes no arguments"
         ) from e
     return policy
-
-
-def choose(task: TaskView, workers: Sequence[WorkerView], far: Link, weights: Weights = WEIGHTS) -> int:
-    """Index of the cheapest candidate; among equals the one that holds fewer bytes, then the first.
-
-    Raises
-    ------
-    ValueError
-        No candidates.
-    """
-    best = -1
-    best_cost = best_held = 0.0
-    for i, worker in enumerate(workers):
-        seconds = cost(task, worker, far, weights)
-        if best < 0 or seconds < best_cost or (seconds == best_cost and worker.held_bytes < best_held):
-            best, best_cost, best_held = i, seconds, worker.held_bytes
-    if best < 0:
-        raise ValueError("no candidates to choose from; at least one worker is needed")
-    return best

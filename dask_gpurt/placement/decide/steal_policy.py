@@ -37,8 +37,7 @@ from dask.utils import parse_timedelta
 from dask_gpurt.model import LinkClass
 from dask_gpurt.model.views import TaskView
 from dask_gpurt.placement.decide import candidates
-from dask_gpurt.placement.decide.cost import finish_seconds
-from dask_gpurt.placement.decide.policy import WEIGHTS
+from dask_gpurt.placement.decide.cost import MOVED, finish_seconds
 from dask_gpurt.placement.decide.steal_gain import StealGain
 from dask_gpurt.placement.tables import worker_facts
 from dask_gpurt.placement.tables.devices import reads_device_values
@@ -168,7 +167,7 @@ class StealPolicy:
         best, best_seconds, sent_bytes = None, 0.0, 0.0
         for info, view in zip(free, views, strict=True):
             finish, moved = finish_seconds(task, view, far)
-            elsewhere = finish + WEIGHTS.moved * moved
+            elsewhere = finish + MOVED * moved
             coming = in_flight.get(info.ws, 0)
             if lasting and coming > 0:
                 elsewhere += coming * task.compute_seconds * info.slowness / info.ws.nthreads

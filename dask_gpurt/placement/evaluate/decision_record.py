@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model.views import TaskView, WorkerView
 from dask_gpurt.placement.decide.cost import terms
-from dask_gpurt.placement.decide.policy import WEIGHTS
 from dask_gpurt.placement.tables.durations import compute_seconds
 
 if TYPE_CHECKING:
@@ -135,7 +134,7 @@ class Detail:
 
     def terms(self, i: int) -> dict[str, float]:
         """The terms of the cost of candidate `i`, in seconds, see `cost.terms`."""
-        return terms(self.task, self.view(i), self.far, WEIGHTS)
+        return terms(self.task, self.view(i), self.far)
 
     @staticmethod
     def finish_seconds(t: dict[str, float]) -> float:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from dask_gpurt.model import LinkClass
 from dask_gpurt.model.views import TaskView
 from dask_gpurt.placement.decide import candidates
-from dask_gpurt.placement.decide.cost import finish_seconds
-from dask_gpurt.placement.decide.policy import WEIGHTS
+from dask_gpurt.placement.decide.cost import MOVED, finish_seconds
 
 if TYPE_CHECKING:
     from distributed.scheduler import TaskState, WorkerState
@@ -34,9 +33,7 @@ def report_decision(governor: Governor, ts: TaskState, ours: bool, decision: Dec
         if len(holders) > 1 or holders[0] is not view:
             theirs = min(holders, key=lambda v: v.queue_seconds * v.slowness + finish_seconds(task, v, far)[1])
             stock = finish_seconds(task, theirs, far)[0]
-    governor.decided(
-        ts.key, ts.prefix.name, ours, predicted, stock, view.near_bytes + view.far_bytes, WEIGHTS.moved * moved
-    )
+    governor.decided(ts.key, ts.prefix.name, ours, predicted, stock, view.near_bytes + view.far_bytes, MOVED * moved)
 
 
 def report_moved(tables: Tables, governor: Governor, ts: TaskState, ws: WorkerState) -> None:
@@ -47,4 +44,4 @@ def report_moved(tables: Tables, governor: Governor, ts: TaskState, ws: WorkerSt
         return
     view = candidates.views([info], candidates.Inputs(ts.dependencies, by_address), tables, inbound=False)[0]
     _, moved = finish_seconds(TaskView(0.0, 0.0), view, tables.links.link(LinkClass.NETWORK))
-    governor.moved(ts.key, view.near_bytes + view.far_bytes, WEIGHTS.moved * moved)
+    governor.moved(ts.key, view.near_bytes + view.far_bytes, MOVED * moved)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from dask_gpurt.model import LinkClass
 from dask_gpurt.placement.decide.cost import cost, finish_seconds
 from dask_gpurt.placement.decide.decision import Declined
-from dask_gpurt.placement.decide.policy import WEIGHTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -75,7 +74,7 @@ class ShadowStats:
             return
         ours = decision.view
         self.differed += 1
-        self.cost_seconds += cost(task, theirs, far, WEIGHTS) - cost(task, ours, far, WEIGHTS)
+        self.cost_seconds += cost(task, theirs, far) - cost(task, ours, far)
         self.finish_seconds += finish_seconds(task, theirs, far)[0] - finish_seconds(task, ours, far)[0]
         self.moved_bytes += theirs.near_bytes + theirs.far_bytes - ours.near_bytes - ours.far_bytes
 

@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 from dask_gpurt.model import Link, LinkClass
 from dask_gpurt.model.views import TaskView, WorkerView
 from dask_gpurt.placement import statistics
-from dask_gpurt.placement.decide.cost import Weights, cost, terms
-from dask_gpurt.placement.decide.policy import choose
+from dask_gpurt.placement.decide.cost import HIDDEN, OVERFLOW_SECONDS_PER_BYTE, cost, terms
+from dask_gpurt.placement.decide.policy import Cheapest
 from tests.placement.fakes import FakeTask, FakeWorker, assign, learn, make_engine
 
 HOST = Link(1e-3, 1e9)
 FAR = Link(1e-3, 1e8)
 TASK = TaskView(0.1, 0.0)
-W = Weights()
+choose = Cheapest().decide
 
 
 def view(**kw: float) -> WorkerView:
@@ -33,16 +33,16 @@ def view(**kw: float) -> WorkerView:
 
 
 def test_nothing_to_do_costs_the_task() -> None:
-    assert cost(TASK, view(), FAR, W) == pytest.approx(0.1)
+    assert cost(TASK, view(), FAR) == pytest.approx(0.1)
 
 
 def test_queue_and_inputs_overlap() -> None:
-    fetching = cost(TASK, view(near_bytes=1e9, near_fetches=1), FAR, W)
+    fetching = cost(TASK, view(near_bytes=1e9, near_fetches=1), FAR)
     assert fetching == pytest.approx(1.001 + 0.1 + 1.001)  # latency and bytes, the task, lambda * F
-    short = cost(TASK, view(near_bytes=1e9, near_fetches=1, queue_seconds=0.9), FAR, W)
-    assert short == pytest.approx(fetching + 0.9 * W.hidden)
-    long = cost(TASK, view(near_bytes=1e9, near_fetches=1, queue_seconds=5), FAR, W)
-    assert long == pytest.approx(5 + 1.001 * W.hidden + 0.1 + 1.001)
+    short = cost(TASK, view(near_bytes=1e9, near_fetches=1, queue_seconds=0.9), FAR)
+    assert short == pytest.approx(fetching + 0.9 * HIDDEN)
+    long = cost(TASK, view(near_bytes=1e9, near_fetches=1, queue_seconds=5), FAR)
+    assert long == pytest.approx(5 + 1.001 * HIDDEN + 0.1 + 1.001)
 
 
 def test_of_places_that_must_fetch_as_much_the_shorter_queue() -> None:
@@ -60,30 +60,30 @@ def test_nobody_waits_for_a_task_while_there_is_other_work() -> None:
 def test_reading_from_disk_costs() -> None:
     disk, memory = view(read_seconds=0.3), view(queue_seconds=0.2)
     assert choose(TASK, [disk, memory], FAR) == 1
-    assert cost(TASK, disk, FAR, W) == pytest.approx(0.3 + 0.1 + 0.3)
+    assert cost(TASK, disk, FAR) == pytest.approx(0.3 + 0.1 + 0.3)
 
 
 def test_link_classes_matter() -> None:
     near = view(near_bytes=1e8, near_fetches=1)
     far = view(far_bytes=1e8, far_fetches=1)
     assert choose(TASK, [far, near], FAR) == 1
-    assert cost(TASK, far, FAR, W) > 5 * cost(TASK, near, FAR, W)
+    assert cost(TASK, far, FAR) > 5 * cost(TASK, near, FAR)
 
 
 def test_a_slow_worker_takes_longer() -> None:
-    assert cost(TASK, view(slowness=4.0), FAR, W) == pytest.approx(0.4)
+    assert cost(TASK, view(slowness=4.0), FAR) == pytest.approx(0.4)
     assert choose(TASK, [view(slowness=4.0), view(queue_seconds=0.2)], FAR) == 1
 
 
 def test_overflow_is_marginal() -> None:
     task = TaskView(0.1, 1e9)
-    fits = cost(task, view(room_bytes=1e9), FAR, W)
-    half = cost(task, view(room_bytes=0.5e9), FAR, W)
-    full = cost(task, view(room_bytes=0.0), FAR, W)
-    sunk = cost(task, view(room_bytes=-50e9), FAR, W)
+    fits = cost(task, view(room_bytes=1e9), FAR)
+    half = cost(task, view(room_bytes=0.5e9), FAR)
+    full = cost(task, view(room_bytes=0.0), FAR)
+    sunk = cost(task, view(room_bytes=-50e9), FAR)
     assert fits == pytest.approx(0.1)
-    assert half - fits == pytest.approx(0.5e9 * W.overflow_seconds_per_byte)
-    assert full - fits == pytest.approx(1e9 * W.overflow_seconds_per_byte)
+    assert half - fits == pytest.approx(0.5e9 * OVERFLOW_SECONDS_PER_BYTE)
+    assert full - fits == pytest.approx(1e9 * OVERFLOW_SECONDS_PER_BYTE)
     assert sunk == full, "what overflowed before is not this task's doing"
 
 
@@ -103,10 +103,10 @@ nonnegative = st.floats(0, 1e12)
 @given(st.builds(TaskView, nonnegative, nonnegative, nonnegative), st.lists(nonnegative, min_size=8, max_size=8))
 def test_terms_add_up_to_the_cost(task: TaskView, n: list[float]) -> None:
     worker = WorkerView(n[0], n[1], n[2], float(n[2] > 0), n[3], float(n[3] > 0), n[4], n[5] - n[6], 0, HOST, 1.0, n[7])
-    t = terms(task, worker, FAR, W)
+    t = terms(task, worker, FAR)
     total = max(max(t["queue"], t["inputs"]) + t["hidden"], t["read"])
     total += t["compute"] - t["excused"] + t["overflow"] + t["moved"]
-    assert cost(task, worker, FAR, W) == pytest.approx(total, rel=1e-9)
+    assert cost(task, worker, FAR) == pytest.approx(total, rel=1e-9)
     assert all(v >= 0 for v in t.values())
 
 

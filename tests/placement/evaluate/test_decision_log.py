@@ -11,7 +11,6 @@ from distributed.scheduler import TaskState, WorkerState
 
 from dask_gpurt.placement import statistics
 from dask_gpurt.placement.decide.cost import cost
-from dask_gpurt.placement.decide.policy import WEIGHTS
 from dask_gpurt.placement.evaluate import decision_log
 from dask_gpurt.placement.evaluate.decision_log import DecisionLog
 from dask_gpurt.placement.evaluate.decision_record import Detail, transfer_seconds
@@ -49,7 +48,7 @@ def test_a_decision_is_told_with_the_terms_it_was_made_from() -> None:
     detail = Detail(engine.log._rows["f-1"])
     assert detail.candidates == 3
     for i, told in enumerate(story["candidates"]):
-        assert told["total_seconds"] == pytest.approx(cost(detail.task, detail.view(i), detail.far, WEIGHTS))
+        assert told["total_seconds"] == pytest.approx(cost(detail.task, detail.view(i), detail.far))
     assert story["actual"] is None
     assert json.loads(json.dumps(story)) == story
 
