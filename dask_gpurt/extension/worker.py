@@ -99,6 +99,8 @@ class WorkerParts:
                 await known.parts.add("checksums", known._add_checksums)
             if known.runtime is not None:
                 await TierRuntime.install(worker, settings.tiers, sink=known.journal)
+            if known.fetches is not None:
+                await known._add_what_is_wanted()
             known.follow_safe_mode()
             return known
         self = cls(worker, settings)
@@ -108,12 +110,7 @@ class WorkerParts:
         # Before the tiers, so that it looks after their waits.
         await self.parts.add("fetches", self._add_fetches)
         await self.parts.add("tiers", self._add_tiers)
-        if settings.placement.enabled:
-            await self.parts.add("copies", self._add_copies)
-            await self.parts.add("messages", self._add_messages)
-        # After the tiers, so that their waits are inside of what is measured.
-        if settings.observe.enabled:
-            await self.parts.add("slots", self._add_slots, wanted=False)
+        await self._add_what_is_wanted()
         setattr(worker, ATTRIBUTE, self)
         worker.extensions[NAME] = _CloseHook(self)
         self.follow_safe_mode()
@@ -125,6 +122,15 @@ class WorkerParts:
         frozen.freeze(worker, len(worker.state.tasks))
         logger.info("dask-gpurt %s: %s; %s", __version__, self.summary(), versions())
         return self
+
+    async def _add_what_is_wanted(self) -> None:
+        settings = self.settings
+        if settings.placement.enabled and self.one_result is None:
+            await self.parts.add("copies", self._add_copies)
+            await self.parts.add("messages", self._add_messages)
+        # After the tiers, so that their waits are inside of what is measured.
+        if settings.observe.enabled and self.slots is None:
+            await self.parts.add("slots", self._add_slots, wanted=False)
 
     async def _add_tiers(self) -> Callable[[], Awaitable[None]]:
         worker = self.worker

@@ -266,6 +266,18 @@ async def test_preloaded_workers_do_what_the_scheduler_says(c: Any, s: Any, a: A
     assert a.handlers["get_data"] == a.get_data
 
 
+@gen_cluster(client=True, nthreads=[("", 1)], config=NO_AMM)
+async def test_preloaded_workers_have_the_parts_that_the_scheduler_says(c: Any, s: Any, a: Any) -> None:
+    """Without "copies" there, placement's second copies could leave two values of one task in a graph."""
+    own = {"placement.enabled": False, "observe.enabled": False}
+    parts = await WorkerParts.install(a, Settings.load(own))
+    assert not {"copies", "messages", "slots"} & set(parts.parts.state)
+    async with extended(s):
+        assert {"copies": "on", "messages": "on", "slots": "on"}.items() <= parts.parts.state.items()
+        assert await c.submit(int, 1) == 1
+    assert "handle_stimulus" not in vars(a)
+
+
 VALUES = {
     "array": ARRAY,
     "read only": np.frombuffer(ARRAY.tobytes(), "i8"),
