@@ -269,6 +269,26 @@ def test_a_partition_unlike_its_meta_is_neither_hashed_nor_filtered() -> None:
     assert counters.join_given_up == {"a partition is not like its meta": 2}
 
 
+class NoSize(pd.arrays.IntegerArray):
+    """A column that does not know its size."""
+
+    @property
+    def nbytes(self) -> int:
+        raise NotImplementedError
+
+
+def test_rows_whose_size_is_not_known_are_kept() -> None:
+    from dask_gpurt.shuffle.counters import ShuffleCounters
+    from dask_gpurt.shuffle.rows.key_filter import KeyFilter
+
+    counters, frame = ShuffleCounters(), pd.DataFrame({"k": [1], "x": NoSize(np.zeros(1, int), np.zeros(1, bool))})
+    rows = RowFilter(["k"], frame, counters)
+    rows.take(KeyFilter(bytes(8), None))
+    assert rows.keep(frame) is None
+    assert counters.join_given_up == {"error": 1}
+    assert rows.keep(frame[["k"]]) is None
+
+
 def test_a_filter_that_costs_more_than_it_saves_is_given_up() -> None:
     from dask_gpurt.shuffle.counters import ShuffleCounters
     from dask_gpurt.shuffle.rows.join_keys import Keys

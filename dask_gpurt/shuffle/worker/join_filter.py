@@ -177,12 +177,14 @@ class RowFilter:
                 self._sample.append(_sample(data, self._columns))
             else:
                 looked, mask = self._looked_up(keys, data)
+            dropped = 0 if mask is None else len(mask) - int(mask.sum())
+            # Of any column, such as one of a class of the user's, which may not know its size.
+            nbytes = int(data.memory_usage(index=False).sum() * (dropped / len(data))) if dropped else 0
         except Exception:
             self._counters.last_error = traceback.format_exc()
             self._give_up("error")
             return None
         seconds = time.thread_time() - start
-        dropped = 0 if mask is None else len(mask) - int(mask.sum())
         if keys is not None:
             with self._lock:
                 self._spent += seconds
@@ -190,7 +192,6 @@ class RowFilter:
         self._counters.add(join_seconds=seconds, join_rows_in=looked)
         if not dropped:
             return None
-        nbytes = int(data.memory_usage(index=False).sum() * (dropped / len(data)))
         self._counters.add(join_rows_dropped=dropped, join_bytes_dropped=nbytes)
         return mask
 

@@ -43,8 +43,9 @@ def end(log: SendLog[Any]) -> None:
 
 def _give_back() -> None:
     """A worker of this process is at its memory limit; any thread."""
-    for log, loop in list(_logs.items()):
-        loop.add_callback(log.settle)
+    for ref in _logs.keyrefs():  # one step for other threads, which `items` is not: a run may begin meanwhile
+        if (log := ref()) is not None and (loop := _logs.get(log)) is not None:
+            loop.add_callback(log.settle)
 
 
 reclaim.register(_give_back)
