@@ -206,6 +206,10 @@ def _skewed(details: Mapping[str, Any], old: Mapping[str, Any]) -> dict[tuple[st
     return {key: seconds for key, seconds in skewed.items() if seconds > 0}
 
 
+#: kinds of failed writes: a full disk; the limit of spilled data, or a quota of the user
+_NO_ROOM = ("ENOSPC", "EDQUOT")
+
+
 def _flat_tiers(now: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, float]:
     tiers = grown(now, old)
     written, read = tiers.get("written", {}), tiers.get("read", {})
@@ -217,6 +221,7 @@ def _flat_tiers(now: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, flo
         "admission_wait_seconds": tiers.get("admission_wait_seconds", 0.0),
         "lost": tiers.get("lost", 0),
         "memory_alarms": tiers.get("memory_alarms", 0),
+        "no_room": sum(tiers.get("write_errors", {}).get(kind, 0) for kind in _NO_ROOM),
     }
 
 

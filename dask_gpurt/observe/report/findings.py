@@ -197,6 +197,19 @@ def _spilling(evidence: Evidence, said: str) -> str:
     return f"Threads waited {' and '.join(parts)}; {bytes_said(written)} were written and {bytes_said(read)} read."
 
 
+def _spilling_remedy(evidence: Evidence) -> str:
+    remedy = (
+        "Give the workers more memory, or have smaller or fewer pieces of data alive at once: smaller partitions, "
+        "fewer threads per worker, persist less."
+    )
+    if not evidence.tiers("no_room"):
+        return remedy
+    return (
+        "There was no room on disk for what had to leave memory: give spilled data more of it (gpurt.tiers.directory, "
+        f"disk-limit, disk-reserve). {remedy}"
+    )
+
+
 def _skew(evidence: Evidence, said: str) -> str:
     run = evidence.run
     worst = max(run.skewed.items(), key=lambda item: item[1], default=None)
@@ -260,8 +273,7 @@ RULES: tuple[Rule, ...] = (
         "spilling",
         _spilling_seconds,
         _spilling,
-        "Give the workers more memory, or have smaller or fewer pieces of data alive at once: smaller partitions, "
-        "fewer threads per worker, persist less.",
+        _spilling_remedy,
     ),
     Rule(
         "skew",

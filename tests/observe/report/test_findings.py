@@ -194,6 +194,16 @@ def test_a_run_of_a_cluster_with_a_worker_that_says_nothing() -> None:
     assert "No task ended" in page.page(got).render()
 
 
+@pytest.mark.parametrize(("kind", "named"), [("EDQUOT", True), ("ENOSPC", True), ("unpicklable", False)])
+def test_a_disk_that_is_full_is_named_before_memory(kind: str, named: bool) -> None:
+    tiers = {"written": {"bytes": 10}, "write_errors": {kind: 3}}
+    worker = {"name": "x", "host": "h", "threads": 1, "memory_bytes": 0, "status": {"tiers": tiers}}
+    after = {"time": 20.0, "started": 10.0, "scheduler": {}, "details": {}, "workers": {"x": worker}}
+    (finding,) = advise(run({"memory": 25.0}, workers=from_snapshots(None, after).workers))
+    assert ("disk-limit" in finding.remedy) is named
+    assert "more memory" in finding.remedy
+
+
 def test_cost() -> None:
     assert page.cost(run()) is None
     a, b = "2 threads, a", "2 threads, b"
