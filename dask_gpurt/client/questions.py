@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 from dask.base import is_dask_collection
@@ -17,10 +18,17 @@ from dask_gpurt.observe.answers.explain import Explanation
 from dask_gpurt.observe.answers.where import Where
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from dask.typing import Key
     from distributed import Client
 
     from dask_gpurt.client.ask import Asked
+
+#: keys in one message. More of them would hold up the event loop of the scheduler, some 30 us each
+_BATCH = 500
+#: seconds until it is asked again whether a graph has arrived
+_AGAIN_SECONDS = 0.05
 
 
 def explain(client: Asked, key: Key, *, timeout: float = ANSWER_SECONDS) -> Explanation:
@@ -64,7 +72,10 @@ def explain(client: Asked, key: Key, *, timeout: float = ANSWER_SECONDS) -> Expl
 
 
 async def _explain(client: Client, key: Key, timeout: float) -> Explanation:
+    deadline = asyncio.get_running_loop().time() + timeout
     answer: dict[str, Any] = await ask_scheduler(client, remote.story, timeout=timeout, key=key)
+    while "matches" in answer and answer["state"] is None and await _under_way(client, (key,), deadline):
+        answer = await ask_scheduler(client, remote.story, timeout=timeout, key=key)
     if answer.get("off"):
         raise GpurtError(
             "nothing is known about decisions, because placement is not on in this cluster. Remedy: "
@@ -122,7 +133,18 @@ def where(client: Asked, keys: Any, *, timeout: float = ANSWER_SECONDS) -> Where
 
 
 async def _where(client: Client, keys: list[Any], timeout: float) -> Where:
-    answer: dict[Any, dict[str, Any]] = await ask_scheduler(client, remote.places, timeout=timeout, keys=keys)
+    answer: dict[Any, dict[str, Any]] = {}
+    replies: dict[str, Any] = {}
+    # At least one message: it may be that nothing was given, and that no scheduler answers.
+    for i in range(0, len(keys) or 1, _BATCH):
+        found = await _places(client, keys[i : i + _BATCH], timeout)
+        answer |= found
+        holders = sorted({address for place in found.values() for address in place["holders"]})
+        # One that did not answer is not waited for again.
+        if asked := [address for address in holders if not isinstance(replies.get(address), Exception)]:
+            told = await ask_workers(client, remote.residence, workers=asked, timeout=timeout, keys=list(found))
+            for address, reply in told.items():
+                replies[address] = reply if isinstance(reply, Exception) else replies.get(address, {}) | reply
     if all(place["state"] == "unknown" for place in answer.values()):
         shown = ", ".join(map(repr, keys[:3])) + (", ..." if len(keys) > 3 else "")
         raise UnknownKey(
@@ -130,11 +152,30 @@ async def _where(client: Client, keys: list[Any], timeout: float) -> Where:
             "Only what is wanted by a future or a persisted collection, or by tasks that wait for it, is kept. "
             "Remedy: give a future, its key, or what client.persist returned"
         )
-    holders = sorted({address for place in answer.values() for address in place["holders"]})
-    replies: dict[str, Any] = {}
-    if holders:
-        replies = await ask_workers(client, remote.residence, workers=holders, timeout=timeout, keys=list(answer))
     return Where.from_replies(answer, replies)
+
+
+async def _places(client: Client, keys: list[Any], timeout: float) -> dict[Any, dict[str, Any]]:
+    """What the scheduler knows of keys, once the graphs that bring them have arrived."""
+    deadline = asyncio.get_running_loop().time() + timeout
+    found: dict[Any, dict[str, Any]] = await ask_scheduler(client, remote.places, timeout=timeout, keys=keys)
+    while unknown := [key for key, place in found.items() if place["state"] == "unknown"]:
+        if not await _under_way(client, unknown, deadline):
+            break
+        found |= await ask_scheduler(client, remote.places, timeout=timeout, keys=unknown)
+    return found
+
+
+async def _under_way(client: Client, keys: Collection[Any], deadline: float) -> bool:
+    """Whether it is worth asking again, some time later: the client waits for one of these keys.
+
+    A graph goes another way than a question, which may overtake it.
+    """
+    pending = any((state := client.futures.get(key)) is not None and state.status == "pending" for key in keys)
+    if not pending or asyncio.get_running_loop().time() >= deadline:
+        return False
+    await asyncio.sleep(_AGAIN_SECONDS)
+    return True
 
 
 def _keys(given: Any) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import operator
 import time
@@ -17,6 +18,7 @@ from distributed import Client, LocalCluster, wait
 from distributed.utils_test import NO_AMM, BlockedGatherDep, div, gen_cluster, inc, slowinc
 
 import dask_gpurt
+from dask_gpurt.client import remote
 from dask_gpurt.config import Settings
 from dask_gpurt.errors import GpurtError, InstallError, UnknownKey
 from dask_gpurt.extension import NAME, GpurtScheduler, on_worker
@@ -306,6 +308,57 @@ async def test_keys_that_nobody_knows(c: Client, s: Scheduler, *workers: Worker)
         assert got[early].state == "memory"
         with pytest.raises(KeyError):
             got["other"]
+
+
+@pytest.mark.cluster
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2, config=QUIET)
+async def test_a_question_waits_for_the_graph_that_it_has_overtaken(
+    c: Client, s: Scheduler, a: Worker, b: Worker
+) -> None:
+    stock = c._send_to_scheduler
+
+    def late(message: dict[str, Any]) -> None:
+        c.loop.call_later(0.2, stock, message)
+
+    async with extension(s):
+        with unittest.mock.patch.object(c, "_send_to_scheduler", late):
+            x = c.submit(inc, 1, key="x")
+            assert (await dask_gpurt.where(c, [x, "nope"]))["x"].state != "unknown"
+            y = c.submit(inc, 1, key="y")
+            assert (await dask_gpurt.explain(c, y)).key == "y"
+            z = c.submit(inc, 1, key="z")
+            with pytest.raises(UnknownKey):  # the graph comes after that
+                await dask_gpurt.where(c, z, timeout=0.1)
+        await wait([x, y, z])
+
+
+@pytest.mark.cluster
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2, config=QUIET)
+async def test_where_asks_about_500_keys_at_a_time(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
+    asked: list[int] = []
+
+    def spied(name: str) -> Any:
+        stock = getattr(remote, name)
+
+        @functools.wraps(stock)
+        def spy(**kwargs: Any) -> Any:
+            asked.append(len(kwargs["keys"]))
+            return stock(**kwargs)
+
+        return unittest.mock.patch.object(remote, name, spy)
+
+    data = await c.scatter(list(range(600)), hash=False)
+    lost = await c.scatter(list(range(500)), hash=False, workers=[b.address])
+    with spied("places"), spied("residence"):
+        got = await dask_gpurt.where(c, data + lost)
+        assert {copy.tier for place in got.places for copy in place.copies} == {"memory"}
+    assert [place.key for place in got.places] == [future.key for future in data + lost]
+    assert len(asked) == 3 + 2 + 2 + 1
+    assert max(asked) == 500
+    b.handlers["run"] = lambda comm, **kwargs: asyncio.Event().wait()
+    got = await dask_gpurt.where(c, data + lost, timeout=1)
+    assert list(got.silent) == [b.address]
+    assert {copy.tier for place in got.places for copy in place.copies if copy.address == b.address} == {"unknown"}
 
 
 @pytest.mark.cluster
