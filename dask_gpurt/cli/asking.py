@@ -54,9 +54,14 @@ def top(address: str | None, interval: float, times: int | None, timeout: float)
     from dask_gpurt.client.ask import Session, found
     from dask_gpurt.client.state import look
 
-    with contextlib.suppress(KeyboardInterrupt), Session(found(address), timeout) as session:
+    target = found(address)
+    with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as connection:
+        session = connection.enter_context(Session(target, timeout))
         for i in itertools.count(1):
             try:
+                if session.lost:  # a client stays so, also where a scheduler was started again
+                    connection.close()
+                    session = connection.enter_context(Session(target, timeout))
                 text = repr(session.ask(look, timeout))
             except NoAnswer as e:
                 text = str(e)

@@ -170,6 +170,11 @@ class Session:
                 raise
         return self
 
+    @property
+    def lost(self) -> bool:
+        """Whether the connection to the scheduler is, for good."""
+        return self.client is None or self.client.status in ("closing", "closed")
+
     def ask(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run ``function(client, *args)``."""
         assert self.client is not None

@@ -12,6 +12,7 @@ import contextlib
 import os
 import tempfile
 import uuid
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from distributed import Client
@@ -53,7 +54,8 @@ class record:
         With an asynchronous client use ``async with``.
     path
         Where the file goes, on the client's machine. It appears when the block ends, also by an exception; one that is
-        there is replaced then. If that fails after an exception, it is a warning, and the exception goes on.
+        there is replaced then. If that fails after an exception, it is a warning, and the exception goes on. So is a
+        recording that the scheduler could not finish, such as on a full disk.
     timeout
         Seconds for each answer of the scheduler, and to connect to an address.
 
@@ -103,6 +105,7 @@ class record:
         with after_block(error, _UNWRITTEN), contextlib.ExitStack() as end:
             end.push(self._session.__exit__)
             self._session.ask(self._end)
+        self._warn()
 
     async def __aenter__(self) -> record:
         target = found(self.client)
@@ -120,6 +123,7 @@ class record:
         assert isinstance(self.client, Client)
         with after_block(error, _UNWRITTEN):
             await self._end(self.client)
+        self._warn()
 
     async def _begin(self, client: Client) -> None:
         problem = await ask_scheduler(client, _begin, timeout=self._timeout, name=self._name, client=client.id)
@@ -136,6 +140,9 @@ class record:
         if "path" not in self.summary:
             raise TraceError("the scheduler was restarted in the meantime; what it had recorded is gone with it")
         source, size = self.summary.pop("path"), self.summary["bytes"]
+        if not size:  # not even the header had room
+            await ask_scheduler(client, _remove, timeout=self._timeout, name=self._name, path=source)
+            raise TraceError(f"the scheduler could record nothing: {self.summary['error']}")
         partial = f"{self.path}.part-{os.getpid()}"
         with contextlib.suppress(FileNotFoundError):
             os.unlink(partial)  # of a process of that number that was killed: in containers they are all alike
@@ -149,6 +156,17 @@ class record:
                 os.unlink(partial)
             await ask_scheduler(client, _remove, timeout=self._timeout, name=self._name, path=source)
 
+    def _warn(self) -> None:
+        """Say that the file lacks something: it looks like any other."""
+        why, lost = self.summary.get("error"), self.summary.get("lost_records", 0)
+        if why or lost:
+            warnings.warn(
+                f"dask-gpurt: the recording {self.path!r} is not whole: {why or 'the disk was too slow'}; {lost:,} "
+                "records are missing at least. Remedy: room in the scheduler's --local-directory. `dask gpurt trace "
+                "--damaged` takes what is good of it",
+                stacklevel=3,
+            )
+
 
 def _append(path: str, piece: bytes) -> None:
     with open(path, "ab") as file:
@@ -157,6 +175,7 @@ def _append(path: str, piece: bytes) -> None:
 
 def _begin(dask_scheduler: Scheduler, name: str, client: str) -> str | None:
     """Runs on the scheduler."""
+    from dask_gpurt.errors import SeamMismatch
     from dask_gpurt.extension import NAME, GpurtScheduler
     from dask_gpurt.observe.trace.recorder import TraceRecorder
 
@@ -172,7 +191,7 @@ def _begin(dask_scheduler: Scheduler, name: str, client: str) -> str | None:
     policy = "stock" if ours is None else ours.settings.policy
     try:
         recorder.open(dask_scheduler, {"policy": policy})
-    except OSError as e:
+    except (OSError, SeamMismatch) as e:
         os.rmdir(folder)
         return str(e)
     dask_scheduler.add_plugin(recorder, name=name)

@@ -342,6 +342,30 @@ def test_top_looks_again(tmp_path: Path) -> None:
             assert "says nothing for 1 s" in one_line(gpurt("top", address, "--timeout", "1"))
 
 
+@pytest.mark.slow
+def test_top_finds_a_scheduler_that_was_started_again(tmp_path: Path) -> None:
+    with processes(tmp_path) as p:
+        address = p.scheduler(*PRELOAD)
+        port = address.rpartition(":")[2]
+        command = [sys.executable, "-m", "dask", "gpurt", "top", address, "--interval", "0.2"]
+        shown = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        assert shown.stdout is not None
+        try:
+            lines = iter(shown.stdout)
+            next(line for line in lines if "on 0 of 0 workers" in line)
+            p.running[0][0].kill()
+            p.running[0][0].wait()
+            next(line for line in lines if "nothing listens there" in line)
+            again = ("--host", "127.0.0.1", "--port", port, "--dashboard-address", "127.0.0.1:0", *PRELOAD)
+            p.start("scheduler", *again)
+            next(line for line in lines if "on 0 of 0 workers" in line)
+            shown.send_signal(signal.SIGINT)
+            assert shown.wait(60) == 0
+        finally:
+            shown.kill()
+            shown.wait()
+
+
 def test_the_text_fits(tmp_path: Path) -> None:
     with processes(tmp_path) as p:
         address = p.scheduler()

@@ -11,6 +11,7 @@ import tracemalloc
 import zlib
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import dask
 import msgpack
@@ -24,12 +25,13 @@ from hypothesis import strategies as st
 from dask_gpurt import local_cluster, record
 from dask_gpurt.cli import gpurt
 from dask_gpurt.client.recording import _end
-from dask_gpurt.errors import TraceError
+from dask_gpurt.errors import GpurtError, SeamMismatch, TraceError
 from dask_gpurt.observe.trace import format as format_module
 from dask_gpurt.observe.trace import writer as writer_module
 from dask_gpurt.observe.trace.chrome import events, write
 from dask_gpurt.observe.trace.format import MAGIC, Kind, pack, plain_key, read, write_header
 from dask_gpurt.observe.trace.reader import Trace
+from dask_gpurt.observe.trace.recorder import TraceRecorder
 from dask_gpurt.observe.trace.writer import Writer
 
 from .chrome_rules import check
@@ -406,6 +408,44 @@ def test_a_trace_that_cannot_be_made_is_told_at_the_start(tmp_path: Path) -> Non
         assert "gpurt" not in cluster.scheduler.plugins
         with pytest.raises(FileNotFoundError, match="missing"):
             record(c, tmp_path / "missing" / "t")
+        with (
+            mock.patch("dask_gpurt.observe.seam.check_tasks", side_effect=SeamMismatch("injected")),
+            pytest.raises(GpurtError, match="cannot record: injected"),
+            record(c, tmp_path / "t"),
+        ):
+            pass
+        assert not list(Path(cluster.scheduler.local_directory).glob("trace-*"))
+
+
+@pytest.mark.cluster
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_user_hears_of_a_disk_that_was_full(tmp_path: Path) -> None:
+    def fill() -> None:
+        (recorder,) = [p for p in cluster.scheduler.plugins.values() if isinstance(p, TraceRecorder)]
+        assert recorder._writer is not None
+        while not recorder._writer.bytes:  # the first block is good
+            time.sleep(0.01)
+        recorder._writer._file = full
+
+    with LocalCluster(n_workers=1, processes=False, dashboard_address=":0") as cluster, Client(cluster) as c:
+        with open("/dev/full", "wb", buffering=0) as full:
+            recording = record(c, tmp_path / "t")
+
+            def run() -> None:
+                with recording:
+                    fill()
+                    _work(c)
+
+            with pytest.warns(UserWarning, match=r"is not whole: .*No space left.* records are missing at least"):
+                run()
+        assert recording.summary["error"]
+        assert Trace.load(tmp_path / "t", damaged=True).damage
+        with open("/dev/full", "wb", buffering=0) as full, mock.patch.object(writer_module.os, "fdopen") as opened:
+            opened.return_value = full
+            with pytest.raises(TraceError, match=r"could record nothing: .*No space left"), record(c, tmp_path / "u"):
+                _work(c)
+        assert not list(Path(cluster.scheduler.local_directory).glob("trace-*"))
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["t"]
 
 
 @pytest.mark.cluster
