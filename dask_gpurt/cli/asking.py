@@ -132,7 +132,9 @@ def report(address: str | None, out: str, run: int | None, timeout: float) -> No
         one = ask(address, report_of, run, timeout, timeout=timeout)
         one.write(out)
         made = one.run
-        click.echo("\n".join([made.title, *made.notes]))
+        click.echo(made.title)
+    for note in made.notes:
+        click.echo(note)
     findings = advise(made)
     for finding in findings:
         click.echo(f"{finding.share:6.1%}  {finding.cause}: {finding.text} {finding.remedy}")

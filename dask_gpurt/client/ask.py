@@ -19,9 +19,10 @@ from distributed.utils import LoopRunner, sync
 from dask_gpurt import planning
 from dask_gpurt.client.connect import ANSWER_SECONDS, opened, within
 from dask_gpurt.errors import GpurtError, NoAnswer
+from dask_gpurt.observe.answers.snapshot import LACKING
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Iterator
+    from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
     from types import TracebackType
     from typing import TypeAlias
 
@@ -324,6 +325,13 @@ async def ask_workers(
     left = deadline - loop.time()
     new = await asyncio.gather(*(_ask_worker(client, function, a, left, timeout, kwargs) for a in again))
     return answers | dict(zip(again, new, strict=True))
+
+
+def unanswered(answers: Mapping[str, Any]) -> dict[str, str]:
+    """Of the answers of `ask_workers`: address to why there is none. A worker without this package has answered."""
+    failed = {address: answer for address, answer in answers.items() if isinstance(answer, Exception)}
+    # Dask may wrap the exception, so that the text alone says what it was.
+    return {a: str(e) for a, e in failed.items() if not any(name in repr(e) for name in LACKING)}
 
 
 async def _run(

@@ -11,7 +11,16 @@ import re
 from typing import TYPE_CHECKING, Any, overload
 
 from dask_gpurt.client import remote
-from dask_gpurt.client.ask import after_block, ask, ask_scheduler, ask_workers, checked_seconds, found, is_asynchronous
+from dask_gpurt.client.ask import (
+    after_block,
+    ask,
+    ask_scheduler,
+    ask_workers,
+    checked_seconds,
+    found,
+    is_asynchronous,
+    unanswered,
+)
 from dask_gpurt.client.connect import ANSWER_SECONDS
 from dask_gpurt.client.runs import report_of, whole
 from dask_gpurt.errors import GpurtError
@@ -205,5 +214,6 @@ async def snapshot_of(client: Client, timeout: float) -> dict[str, Any]:
         )
     for address, facts in counts["workers"].items():
         facts["status"] = answers.get(address, {}).get("status", {})
-    counts["silent"] = {address: str(reply) for address, reply in replies.items() if isinstance(reply, Exception)}
+    counts["silent"] = unanswered(replies)
+    counts["without"] = [address for address in replies if address not in answers and address not in counts["silent"]]
     return counts

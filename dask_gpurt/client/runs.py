@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.client import remote
-from dask_gpurt.client.ask import ask, ask_scheduler, ask_workers
+from dask_gpurt.client.ask import ask, ask_scheduler, ask_workers, unanswered
 from dask_gpurt.client.connect import ANSWER_SECONDS
 from dask_gpurt.errors import GpurtError, UnknownRun
 from dask_gpurt.observe.answers.compare import Comparison
@@ -110,7 +110,7 @@ async def records(client: Client, numbers: list[int], timeout: float) -> list[di
     # By number: another run may have begun meanwhile.
     numbers = [record["number"] for record in found]
     found = _found(await ask_scheduler(client, remote.recorded, timeout=timeout, numbers=numbers, figures=figures))
-    silent = {address: str(reply) for address, reply in replies.items() if isinstance(reply, Exception)}
+    silent = unanswered(replies)
     return [record | {"silent": silent} if record["open"] else record for record in found]
 
 

@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import dask.config
 import pytest
+from click.testing import CliRunner
 from distributed import Client, LocalCluster
 from distributed.security import Security
 
 import dask_gpurt
+from dask_gpurt.cli import gpurt as commands
 from dask_gpurt.errors import GpurtError, NoAnswer
 from dask_gpurt.observe.answers.summary import LINES, WIDTH
 
@@ -377,6 +379,31 @@ def test_the_text_fits(tmp_path: Path) -> None:
         assert "dask_gpurt.attach(client)" in lines[-1]
         assert len(lines) <= LINES
         assert max(map(len, lines)) <= WIDTH
+
+
+def test_a_worker_without_the_package_has_answered(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    (theirs / "dask_gpurt").mkdir(parents=True)
+    (theirs / "dask_gpurt/__init__.py").write_text("raise ModuleNotFoundError('no dask_gpurt here')")
+    env = {"PYTHONPATH": os.pathsep.join([str(theirs), os.environ.get("PYTHONPATH", "")])}
+    with processes(tmp_path) as p:
+        address = p.scheduler(*PRELOAD)
+        p.start("worker", address, "--name", "odd", "--no-nanny", "--no-dashboard", env=env)
+        p.worker(address, "--name", "well", "--no-nanny")
+        with Client(address) as client:
+            client.wait_for_workers(2, timeout=60)
+            assert client.submit(len, "abc", workers=["odd"]).result() == 3
+            with dask_gpurt.report(str(tmp_path / "block.html"), client) as made:
+                pass
+            assert made.run is not None
+            assert made.run.silent == {}
+            assert dask_gpurt.status(client).silent == {}
+        for more in ([], ["--run", "-1"]):
+            done = CliRunner().invoke(commands, ["report", address, "--out", str(tmp_path / "run.html"), *more])
+            assert done.exit_code == 0, done.output
+            if not more:
+                assert "Nothing is known of what workers without dask-gpurt did: odd (tcp://" in done.output
+                assert "without dask-gpurt did" in (tmp_path / "run.html").read_text()
 
 
 def test_a_scheduler_without_the_package(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def _of(total: Total) -> re.Pattern[str]:
 _LARGEST, _RANGE = _of(LARGEST), _of(RANGE)
 
 #: errors of a worker that answers, and cannot import what it is asked to run
-_LACKING = ("ModuleNotFoundError", "ImportError", "AttributeError")
+LACKING = ("ModuleNotFoundError", "ImportError", "AttributeError")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Snapshot:
     def _lacks(self, address: str) -> bool:
         """Whether it answers, and the package is missing there, or is another version."""
         error = self.workers[address].get("error", "")
-        return bool(error) and (bool(self._refused(address)) or any(name in error for name in _LACKING))
+        return bool(error) and (bool(self._refused(address)) or any(name in error for name in LACKING))
 
     def title(self, address: str) -> str:
         """How a worker is called; a number alone would not say that it is one."""

@@ -20,6 +20,9 @@ from dask_gpurt.observe.report.tasks import Digest, Task
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+#: workers that a note names
+NAMED = 10
+
 
 @dataclasses.dataclass(frozen=True)
 class Fetches:
@@ -169,6 +172,7 @@ def from_snapshots(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -
         shuffle=dict(shuffle),
         prices=after.get("prices"),
         silent=after.get("silent", {}),
+        notes=_notes(after),
     )
 
 
@@ -187,6 +191,15 @@ def _worker_run(address: str, facts: Mapping[str, Any], ledger: Mapping[str, Any
         causes=ledger.get("causes", {}),
         tiers=_flat_tiers(now, old.get("tiers", {})) | {key: now[key] for key in held if now.get(key) is not None},
     )
+
+
+def _notes(after: Mapping[str, Any]) -> tuple[str, ...]:
+    workers, without = after["workers"], [a for a in after.get("without", ()) if a in after["workers"]]
+    if not without:
+        return ()
+    names = [f"{workers[address]['name']} ({address})" for address in without[:NAMED]]
+    more = f" and {len(without) - NAMED:,} more" if len(without) > NAMED else ""
+    return (f"Nothing is known of what workers without dask-gpurt did: {', '.join(names)}{more}.",)
 
 
 def _fetches(address: str, status: Mapping[str, Any], old: Mapping[str, Any]) -> list[Fetches]:
