@@ -13,6 +13,8 @@ import sys
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from dask.system import cpu_count
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -31,13 +33,8 @@ def machine() -> dict[str, Any]:
 
 
 def cores() -> int:
-    """Cores this process may run on; a container often has fewer than the machine."""
-    try:
-        allowed = len(os.sched_getaffinity(0))
-    except AttributeError:  # not Linux
-        allowed = os.cpu_count() or 1
-    quota = _cgroup_number("/sys/fs/cgroup/cpu.max")
-    return max(1, min(allowed, round(quota))) if quota else max(1, allowed)
+    """Cores this process may run on; a container, by cgroups v1 or v2, often has fewer than the machine."""
+    return cpu_count()
 
 
 def free_memory_bytes(root: str = "/") -> int:
@@ -143,13 +140,3 @@ def _meminfo(field: str) -> int:
     except OSError:
         pass  # not Linux
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _cgroup_number(path: str) -> float | None:
-    """Cores granted by ``cpu.max`` ("quota period"), or None for no limit."""
-    try:
-        with open(path) as f:
-            quota, period = f.read().split()
-        return int(quota) / int(period)
-    except (OSError, ValueError):
-        return None

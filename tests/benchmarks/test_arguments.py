@@ -96,6 +96,12 @@ def test_too_little_memory_says_what_to_do() -> None:
     assert memory_limit_bytes(8 * 2**30, clusters=2, workers=2) == int(1.5 * 2**30)
 
 
+def test_cores_of_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which files say it, of cgroups v1 or v2, is known to Dask."""
+    monkeypatch.setattr("dask.system._try_extract_cgroup_cpu_quota", lambda: (100_000, 100_000))
+    assert facts.cores() == 1
+
+
 @pytest.mark.parametrize(
     ("folder", "limit", "used", "cached"),
     [

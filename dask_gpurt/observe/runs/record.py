@@ -88,7 +88,7 @@ def made(
     prices = facts.get("prices")
     hosts = ((w["host"], w["node_class"], w["name"]) for w in workers)
     step = max(1, -(-len(sizes) // OUTPUTS))
-    stop = now if run.stop is None else run.stop
+    stop = max(run.start, now) if run.stop is None else run.stop
     return {
         "number": run.number,
         "name": run.name[:NAME],

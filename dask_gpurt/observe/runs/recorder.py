@@ -167,7 +167,7 @@ class RunRecorder:
 
         Tasks of services go on for weeks. As many as are followed would hide all other runs.
         """
-        run = next((run for run in self._live if run.stop is None and now - run.start > LONGEST_SECONDS), None)
+        run = next((run for run in self._live if run.stop is None and _apart(run.start, now) > LONGEST_SECONDS), None)
         if run is None:
             return False
         run.outcome = "followed no more"
@@ -287,7 +287,7 @@ class RunRecorder:
                 self._end(run, self._failed_at if failed else self._clock())
 
     def _end(self, run: LiveRun, now: float) -> None:
-        run.stop = now
+        run.stop = max(run.start, now)  # a clock that was set back: a run takes no less than nothing
         history = self._ledger.history
         run.tasks_after, run.outputs_after = history.tasks_seen, history.outputs_seen
         run.counts_after = self._counts()
@@ -307,11 +307,11 @@ class RunRecorder:
     def _seal(self) -> None:
         """Sum up the runs of which all is known."""
         now, workers = self._clock(), self._scheduler.workers
-        for run in [run for run in self._live if run.stop is not None and now - run.stop >= GAP_SECONDS]:
+        for run in [run for run in self._live if run.stop is not None and _apart(run.stop, now) >= GAP_SECONDS]:
             assert run.stop is not None
             # As many first: this is called with each heartbeat, and a look at all workers each time is their square.
             every = len(run.ends) >= len(workers) and all(address in run.ends for address in workers)
-            if every or now - run.stop > SILENT_SECONDS:
+            if every or _apart(run.stop, now) > SILENT_SECONDS:
                 self._keep(run)
 
     def _keep(self, run: LiveRun) -> None:
@@ -392,12 +392,17 @@ class RunRecorder:
 
 def _joins(run: LiveRun, client: str, span: str, name: str, now: float) -> bool:
     """Whether a graph belongs to a run."""
-    if (run.client, run.span) != (client, span) or now - run.start > LONGEST_SECONDS:
+    if (run.client, run.span) != (client, span) or _apart(run.start, now) > LONGEST_SECONDS:
         return False
     if run.stop is None:
         return True
     short = (run.stop - run.start - run.gap_seconds) / run.graphs < SHORT_SECONDS
-    return short and run.name == name and now - run.stop < GAP_SECONDS
+    return short and run.name == name and _apart(run.stop, now) < GAP_SECONDS
+
+
+def _apart(then: float, now: float) -> float:
+    """Seconds between two times, also by a clock that was set back: else a run would stay open for as long."""
+    return abs(now - then)
 
 
 def _share(run: LiveRun, going: list[LiveRun]) -> None:

@@ -111,6 +111,26 @@ def test_a_run_is_between_two_heartbeats_and_sealed_after_the_second() -> None:
     assert run.busy_seconds + sum(run.causes.values()) == pytest.approx(run.slot_seconds, abs=1e-6)
 
 
+@pytest.mark.parametrize("inside", [True, False], ids=["in a run", "after it"])
+def test_a_clock_that_is_set_back_keeps_no_run_open(inside: bool) -> None:
+    c = Cluster()
+    c.beat(1)
+    c.submit("x-1")
+    if inside:
+        c.clock.now -= 3600
+        assert c.runs.headlines()[0]["seconds"] == 0
+    c.finish("x-1")
+    if not inside:
+        c.clock.now -= 3600
+    c.at = c.clock.now
+    c.beat(GAP_SECONDS)
+    c.beat(GAP_SECONDS)
+    assert c.runs.statistics()["kept"] == 1
+    c.submit("x-2")
+    assert [h["seconds"] for h in c.runs.headlines()][1] == 0
+    assert len(c.outcomes()) == 2
+
+
 def test_a_counter_that_fell_began_anew() -> None:
     c = Cluster(workers=1)
     c.beat(1, written_bytes=1000)
