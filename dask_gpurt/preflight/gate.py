@@ -365,7 +365,8 @@ class Gate(SchedulerPlugin):
         phases = collections.Counter(member.phase for member in members)
         return {
             "mode": self.mode.value,
-            "phases": {phase.value: phases[phase] for phase in Phase},
+            # Switched off, it checks nothing, and all may work.
+            "phases": {} if self.mode is Mode.OFF else {phase.value: phases[phase] for phase in Phase},
             "counts": dict(self.counts),
             "classes": dict(collections.Counter(m.node.key for m in members if m.node is not None)),
             "workers": {m.address: m.to_dict() for m in members if m.kept or m.found(State.FAIL, State.WARN)},

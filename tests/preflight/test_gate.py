@@ -246,6 +246,7 @@ def test_off_checks_nothing_and_tells_the_class(tmp_path: Path, monkeypatch: pyt
             await until(lambda: gate.members[a.address].node is not None)
             assert gate.statistics()["classes"] == {gate.members[a.address].node.key: 1}
             assert gate.members[a.address].attempts == 0
+            assert gate.statistics()["phases"] == {}, "none is being checked"
             assert await c.submit(inc, 1) == 2
 
     run()

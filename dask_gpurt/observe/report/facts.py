@@ -55,7 +55,7 @@ class WorkerRun:
     busy_seconds: float
     #: cause -> slot-seconds
     causes: Mapping[str, float]
-    #: ``written_bytes``, ``read_bytes``, ``write_seconds``, ... of the tiers in the run; what is held, at its end
+    #: ``written_bytes``, ``read_bytes``, ``written_seconds``, ... of the tiers in the run; what is held, at its end
     tiers: Mapping[str, float]
 
     @property
@@ -228,9 +228,10 @@ def _flat_tiers(now: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, flo
     written, read = tiers.get("written", {}), tiers.get("read", {})
     return {
         "written_bytes": written.get("bytes", 0),
-        "written_seconds": written.get("io_seconds", 0.0) + written.get("codec_seconds", 0.0),
+        # Without encoding, as of a run that is over: heartbeats have no more.
+        "written_seconds": written.get("io_seconds", 0.0),
         "read_bytes": read.get("bytes", 0),
-        "read_seconds": read.get("io_seconds", 0.0) + read.get("codec_seconds", 0.0),
+        "read_seconds": read.get("io_seconds", 0.0),
         "admission_wait_seconds": tiers.get("admission_wait_seconds", 0.0),
         "lost": tiers.get("lost", 0),
         "memory_alarms": tiers.get("memory_alarms", 0),

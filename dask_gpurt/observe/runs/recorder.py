@@ -266,15 +266,14 @@ class RunRecorder:
         """
         tasks = self._scheduler.tasks
         for run in self._live:
+            released = False
             for _ in range(SWEPT):
                 if not run.pending:
                     break
                 key = next(iter(run.pending))
                 ts = tasks.get(key)
                 if ts is None or not ts.who_wants:
-                    run.forgotten += 1
-                    if run.forgotten == run.asked and run.outcome == "finished":
-                        run.outcome = "cancelled"
+                    released = True
                 elif ts.state == "erred":
                     run.outcome = "failed"
                 elif ts.state != "memory":
@@ -283,6 +282,8 @@ class RunRecorder:
                 if not any(key in other.pending for other in self._live):
                     self.wanted.discard(key)
             if not run.pending and run.stop is None:
+                if released and run.outcome == "finished":  # it would go on
+                    run.outcome = "cancelled"
                 failed = run.outcome == "failed" and self._failed_at >= run.start
                 self._end(run, self._failed_at if failed else self._clock())
 

@@ -220,3 +220,12 @@ def test_what_users_call_things_is_escaped() -> None:
     text = page.page(got).render()
     assert "<script" not in text
     assert "&lt;script&gt;" in text
+
+
+def test_seconds_of_the_disk_are_without_encoding_as_in_heartbeats() -> None:
+    written = {"bytes": 10, "io_seconds": 1.0, "codec_seconds": 5.0}
+    status = {"tiers": {"written": written, "read": written}}
+    worker = {"name": "w", "host": "h", "threads": 1, "memory_bytes": 1, "status": status}
+    snapshot = {"scheduler": {}, "details": {}, "started": 0.0, "time": 1.0, "workers": {"tcp://h:1": worker}}
+    (made,) = from_snapshots(None, snapshot).workers
+    assert (made.tiers["written_seconds"], made.tiers["read_seconds"]) == (1.0, 1.0)

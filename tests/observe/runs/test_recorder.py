@@ -231,6 +231,20 @@ def test_released_and_failed_through_others() -> None:
     assert not c.runs.wanted
 
 
+def test_a_run_of_which_some_was_released_is_cancelled() -> None:
+    c = Cluster()
+    c.submit("x-1", "x-2", "x-3")
+    c.finish("x-1")
+    del c.tasks["x-2"], c.tasks["x-3"]
+    assert c.outcomes() == [(1, "cancelled", 1)]
+    c.submit("y-1", client="d")
+    c.submit("z-1", client="d")
+    c.tasks["y-1"].who_wants, c.tasks["y-1"].dependents = set(), (c.tasks["z-1"],)
+    c.outcomes()
+    c.finish("y-1", "z-1")
+    assert c.outcomes()[1] == (2, "finished", 2), "what was persisted, and then another made of it"
+
+
 def test_a_silent_worker_does_not_keep_a_run_open_for_ever() -> None:
     c = Cluster()
     c.beat(1)
