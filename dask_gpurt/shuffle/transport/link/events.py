@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 #: seconds without a record after which a link with messages under way is asked for one
 PING_SECONDS = 1.0
-#: seconds without a record after which it is given up. Above 3: a worker that stops for a moment keeps its links
+#: seconds without a record, and without bytes that get there, after which it is given up. Above 3: a worker that stops
+#: for a moment keeps its links
 SILENCE_SECONDS = 8.0
 #: seconds that a sender has for a valid HELLO; then it is a stranger
 HELLO_SECONDS = 1.0

@@ -124,6 +124,10 @@ class SenderLink:
             return []
         return getattr(self, handler)(record, body, now)
 
+    def moves(self, now: float) -> None:
+        """Bytes of what was sent get to the receiver's host: it is not taken for dead while they do."""
+        self._heard = now
+
     def tick(self, now: float) -> list[Instruction]:
         """Time has passed."""
         if self.state is LinkState.CLOSED or not self.outstanding:

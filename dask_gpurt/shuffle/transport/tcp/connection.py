@@ -37,6 +37,10 @@ NEAR_MICROSECONDS = 200
 NEAR_BYTES = 1 << 20
 #: where `tcpi_rtt` is in the kernel's `tcp_info`
 _RTT_AT = 68
+#: and `tcpi_bytes_acked`
+_ACKED_AT = 120
+#: bytes taken between two looks that are those of messages. A stopped peer's kernel takes PINGs, which are fewer
+MOVED_BYTES = 1 << 12
 #: the first byte of it while both sides may write
 _ESTABLISHED = 1
 #: buffers of one `sendmsg`, below the kernel's limit of 1024
@@ -63,6 +67,8 @@ class Connection:
         #: records can be written and read
         self.ready = accepted
         self._since = time.monotonic()
+        #: bytes that the peer's kernel had taken when it was last asked
+        self._acked = 0
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -116,6 +122,16 @@ class Connection:
     def left(self) -> bool:
         """Whether the peer has closed the connection; what it wrote before may still be unread."""
         return self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != _ESTABLISHED
+
+    def moves(self) -> bool:
+        """Whether the peer's kernel has taken bytes of a message since the last call."""
+        try:
+            info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKED_AT + 8)
+            (acked,) = struct.unpack_from("=Q", info, _ACKED_AT)
+        except (OSError, struct.error):  # an old kernel does not say
+            return False
+        before, self._acked = self._acked, acked
+        return bool(acked - before >= MOVED_BYTES)
 
     def write(self, *parts: Any) -> None:
         """Queue bytes; they are written at the end of the loop's turn, as far as the socket takes them then."""

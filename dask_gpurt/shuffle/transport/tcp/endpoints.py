@@ -140,6 +140,9 @@ class TcpOutbound(OutboundEnd):
         """Time has passed."""
         if late := self.connection.late(now):
             self.lost(late)
+        # A long message on a slow network takes longer than a peer may be silent, and PING waits behind it.
+        if self.machine.outstanding and self.connection.moves():
+            self.machine.moves(now)
         self.carry_out(self.machine.tick(now))
 
 
