@@ -1,10 +1,11 @@
 """What the name of an expression leaves out: `untold` finds it in the operands, `alike` compares two expressions by it.
 
-Dask leaves out, among others, the order of a dict, which is the order of an aggregation's columns; the unit of a
-timestamp; how text is stored; which column of a frame has which type; where pyarrow reads files, their columns, and
-that they were written again with the same size and time; how an array of several dimensions lies in memory; and where a
-text in an array of objects ends. So an expression with such an operand is found again only by one with the same
-operand, made of the same expressions. The same goes for all that is built on it, as its name tells no more.
+Dask leaves out, among others, the order of a dict, which is the order of an aggregation's columns; which of a
+function's named arguments has which value; the unit of a timestamp; how text is stored; which column of a frame has
+which type; where pyarrow reads files, their columns, and that they were written again with the same size and time; how
+an array of several dimensions lies in memory; and where a text in an array of objects ends. So an expression with such
+an operand is found again only by one with the same operand, made of the same expressions. The same goes for all that is
+built on it, as its name tells no more.
 
 What a name may leave out is compared by its pickle. An operand that is pickled differently each time, or not at all,
 costs a lookup that finds nothing.
@@ -12,13 +13,13 @@ costs a lookup that finds nothing.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import datetime
 import decimal
 import functools
 import os
 import pickle
+import time
 import types
 from collections import OrderedDict
 from typing import Any
@@ -44,12 +45,14 @@ _TOLD = (
     *(np.ufunc, methodcaller),
 )
 #: kinds of which it tells all, if it does so of what they are made of
-_PARTED = (functools.partial, Dict, DelayedLeaf, itemgetter)
+_PARTED = (functools.partial, DelayedLeaf, itemgetter)
 _SEQUENCES = frozenset((list, tuple, slice))
 #: attribute of an expression that is held: whether a name leaves out something of it (`has_untold`)
 _UNTOLD = "_gpurt_untold"
 #: what Dask knows of a data set -> see `_changes`
 _CHANGES = "_gpurt_changes"
+#: nanoseconds in which a file may be written again without another time
+_NEAR = 2 * 10**9
 
 
 def untold(expression: Any) -> tuple[tuple[int, Any], ...]:
@@ -94,17 +97,23 @@ def alike(found: Any, asked: Any) -> bool:
     return all(one is other or not has_untold(one) for one, other in pairs)
 
 
-def _changes(data_set: dict[str, Any]) -> tuple[int, ...]:
+def _changes(data_set: dict[str, Any]) -> tuple[object, ...]:
     """When each file of a data set was changed; none where they are elsewhere. Kept with what is known of them.
 
     Fragments of pyarrow keep the smallest and largest values of their file. A file that was written again with the
     time of the old one, as `cp -p` and `rsync -t` do, would be left out by a filter. This time cannot be set back.
+
+    Elsewhere the name has their times. Where it has none, or one so near that the next may be the same (object stores
+    count in seconds), such a file cannot be told from the one before, and the data set is like no other.
     """
-    known: tuple[int, ...] | None = data_set.get(_CHANGES)
+    known: tuple[object, ...] | None = data_set.get(_CHANGES)
     if known is None:
-        known = ()
-        with contextlib.suppress(OSError):  # on another file system
-            known = tuple(os.stat(file.path).st_ctime_ns for file in data_set.get("all_files", ()))
+        files = data_set.get("all_files", ())
+        try:
+            known = tuple(os.stat(file.path).st_ctime_ns for file in files)
+        except OSError:  # on another file system
+            latest = time.time_ns() - _NEAR
+            known = () if all((file.mtime_ns or latest) < latest for file in files) else (object(),)
         data_set[_CHANGES] = known
     return known
 
@@ -119,8 +128,6 @@ def _facts(name: str, operand: Any) -> list[Any]:
         operand = operand.get("spec") if isinstance(operand, dict) else None
     left = [operand]
     ordered = name not in _UNORDERED
-    if name == "kwargs" and type(operand) is dict:
-        left = list(operand.values())  # arguments by their names
     out: list[Any] = []
     for value in left:  # grows
         kind = type(value)
@@ -134,6 +141,10 @@ def _facts(name: str, operand: Any) -> list[Any]:
             left += (value.start, value.stop, value.step)
         elif kind in _SEQUENCES:
             left += value
+        elif kind is Dict:
+            # Arguments by their names. To Dask they are a heap of names and values, in any order.
+            if value.args:
+                out.append(pickled(value.args))
         elif isinstance(value, _PARTED):
             left += _parts(value)
         elif not _is_told(value):
@@ -144,8 +155,6 @@ def _facts(name: str, operand: Any) -> list[Any]:
 def _parts(value: Any) -> tuple[Any, ...]:
     if isinstance(value, functools.partial):
         return value.func, *value.args, value.keywords
-    if isinstance(value, Dict):
-        return (value.args,)
     return (value._obj,) if isinstance(value, DelayedLeaf) else (value.index,)
 
 

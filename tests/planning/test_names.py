@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import datetime
 import gc
 import os
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,8 @@ import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from pyarrow.fs import FSSpecHandler, PyFileSystem
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,6 +41,12 @@ def one_row(part: object) -> pd.DataFrame:
 
 def noted(frame: pd.DataFrame, rules: dict[str, int]) -> pd.DataFrame:
     return frame.assign(text=", ".join(rules))
+
+
+def changed_by(frame: pd.DataFrame, **steps: int) -> pd.DataFrame:
+    for step, by in steps.items():
+        frame = frame.assign(value=frame.value + by if step == "plus" else frame.value * by)
+    return frame
 
 
 class Quantity(str):
@@ -90,6 +99,16 @@ ALIKE: dict[str, tuple[Callable[[Any, Any], Any], Any, Any]] = {
     ),
     "argument": (lambda t, a: t.map_partitions(noted, a, meta=t._meta), {"x": 1, "y": 2}, {"y": 2, "x": 1}),
     "keyword": (lambda t, a: t.map_partitions(noted, rules=a, meta=t._meta), {"x": 1, "y": 2}, {"y": 2, "x": 1}),
+    "values of keywords": (
+        lambda t, a: t.map_partitions(changed_by, meta=t._meta, **a),
+        {"plus": 1, "times": 2},
+        {"plus": 2, "times": 1},
+    ),
+    "order of keywords": (
+        lambda t, a: t.map_partitions(changed_by, meta=t._meta, **a),
+        {"plus": 1, "times": 2},
+        {"times": 2, "plus": 1},
+    ),
     "text": (lambda t, a: t.map_partitions(in_units, a, meta=t._meta), Quantity.of("m"), Quantity.of("km")),
     "array": (
         lambda t, a: t.map_partitions(row_of, a, meta=t._meta),
@@ -155,7 +174,9 @@ def test_empty_frames_of_the_same_name(kept: held.HeldExpressions, files: Path) 
             gc.collect()
 
 
-@pytest.mark.parametrize("case", ["aggregation", "named aggregation", "unit of a time", "storage of text"])
+@pytest.mark.parametrize(
+    "case", ["aggregation", "named aggregation", "values of keywords", "unit of a time", "storage of text"]
+)
 def test_the_same_order_is_found_again(kept: held.HeldExpressions, files: Path, case: str) -> None:
     query, first, _ = ALIKE[case]
     kept.install()
@@ -231,5 +252,28 @@ def test_a_filter_on_files_of_the_same_size_and_time(
         assert len(table.compute()) == first - 1
         del table
         gc.collect()
+    assert len(sizes) == 1
+    assert kept.failed is None
+
+
+@pytest.mark.parametrize("time", [None, datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=1)])
+def test_a_filter_on_files_elsewhere_of_the_same_size_and_time(
+    kept: held.HeldExpressions, monkeypatch: pytest.MonkeyPatch, time: datetime.datetime | None
+) -> None:
+    """Some file systems tell no times, and object stores count in seconds."""
+    inner = MemoryFileSystem.info
+    monkeypatch.setattr(MemoryFileSystem, "info", lambda *args, **kwargs: {**inner(*args, **kwargs), "mtime": time})
+    system = MemoryFileSystem()
+    kept.install()
+    sizes = set()
+    for first in (1, 5, 1):
+        with system.open("/elsewhere/part.0.parquet", "wb") as file:
+            pd.DataFrame({"a": [first, first + 1, first + 2, first + 3]}).to_parquet(file)
+        sizes.add(system.size("/elsewhere/part.0.parquet"))
+        table = dd.read_parquet("/elsewhere", filesystem=PyFileSystem(FSSpecHandler(system)))
+        assert len(table[table.a > 4].compute()) == first - 1
+        del table
+        gc.collect()
+    system.rm("/elsewhere", recursive=True)
     assert len(sizes) == 1
     assert kept.failed is None
