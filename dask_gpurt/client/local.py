@@ -10,10 +10,13 @@ start."; the reason is its cause, some tracebacks above.
 
 from __future__ import annotations
 
+import asyncio
+import time
 from typing import TYPE_CHECKING, Any
 
 import dask.config
-from distributed import LocalCluster
+from dask.utils import parse_timedelta
+from distributed import LocalCluster, SpecCluster
 from distributed.core import Status
 
 from dask_gpurt import planning
@@ -34,6 +37,11 @@ _UNGUARDED = (
     ". Remedy: the output above has the error of that process; a script must create clusters below "
     '`if __name__ == "__main__":`'
 )
+
+#: a nanny may take so long to start a worker again
+_STARTS_SECONDS = 300.0
+#: states of a nanny's process from the end of one to the registration of the next one's worker
+_AWAY = (Status.stopping, Status.stopped, Status.starting)
 
 
 def local_cluster(
@@ -93,7 +101,12 @@ def local_cluster(
 
 
 class GpurtLocalCluster(LocalCluster):
-    """A `LocalCluster` whose failed start closes all of it and raises the reason."""
+    """A `LocalCluster` whose failed start closes all of it and raises the reason, and that is patient with nannies.
+
+    Dask's closes a nanny whose worker has been away for ``distributed.deploy.lost-worker-timeout``, also while it
+    starts the worker again. Nothing does that any more then: if all workers were killed on a busy machine, their tasks
+    wait for ever.
+    """
 
     def __init__(self, **kwargs: Any) -> None:
         try:
@@ -119,6 +132,31 @@ class GpurtLocalCluster(LocalCluster):
                 await worker
             except Exception as e:
                 raise RuntimeError("a worker failed to start") from e
+
+    def _update_worker_status(self, op: str, msg: Any) -> None:
+        if op != "remove":
+            super()._update_worker_status(op, msg)
+            return
+        name = self.scheduler_info["workers"][msg]["name"]
+        super(SpecCluster, self)._update_worker_status(op, msg)
+        self._look_later(name, time.monotonic() + _STARTS_SECONDS)
+
+    def _look_later(self, name: Any, deadline: float) -> None:
+        timeout = parse_timedelta(dask.config.get("distributed.deploy.lost-worker-timeout"))
+        asyncio.get_running_loop().call_later(timeout, self._close_lost, name, deadline)
+
+    def _close_lost(self, name: Any, deadline: float) -> None:
+        """As Dask's, but look again later while the nanny starts a worker."""
+        nanny = self.workers.get(name)
+        if nanny is None or any(worker["name"] == name for worker in self.scheduler_info["workers"].values()):
+            return
+        process = getattr(nanny, "process", None)
+        starts = nanny.status is Status.running and process is not None and process.status in _AWAY
+        if starts and time.monotonic() < deadline:
+            self._look_later(name, deadline)
+        else:
+            del self.workers[name]
+            self._futures.add(asyncio.ensure_future(nanny.close()))
 
     def __await__(self) -> Generator[Any, Any, Self]:
         try:
