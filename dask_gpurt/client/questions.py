@@ -142,8 +142,8 @@ async def _where(client: Client, keys: list[Any], timeout: float) -> Where:
         holders = sorted({address for place in found.values() for address in place["holders"]})
         # One that did not answer is not waited for again.
         if asked := [address for address in holders if not isinstance(replies.get(address), Exception)]:
-            told = await ask_workers(client, remote.residence, workers=asked, timeout=timeout, keys=list(found))
-            for address, reply in told.items():
+            heard = await ask_workers(client, remote.residence, workers=asked, timeout=timeout, keys=list(found))
+            for address, reply in heard.items():
                 replies[address] = reply if isinstance(reply, Exception) else replies.get(address, {}) | reply
     if all(place["state"] == "unknown" for place in answer.values()):
         shown = ", ".join(map(repr, keys[:3])) + (", ..." if len(keys) > 3 else "")
