@@ -104,7 +104,7 @@ def _changes(data_set: dict[str, Any]) -> tuple[object, ...]:
     time of the old one, as `cp -p` and `rsync -t` do, would be left out by a filter. This time cannot be set back.
 
     Elsewhere the name has their times. Where it has none, or one so near that the next may be the same (object stores
-    count in seconds), such a file cannot be told from the one before, and the data set is like no other.
+    count in seconds), such a file looks like the one before, and the data set is like no other.
     """
     known: tuple[object, ...] | None = data_set.get(_CHANGES)
     if known is None:
