@@ -72,6 +72,9 @@ class Comparison:
             out.append(f"it had {threads[1]} threads instead of {threads[0]}")
         if self.first["name"] != self.second["name"]:
             out.append("they have different names, so they may not be the same work")
+        for record, name in ((self.first, a), (self.second, b)):
+            if record["known_tasks"] < record["task_count"]:
+                out.append(f"of the tasks of {name} the newest {record['known_tasks']:,} are known: kinds are of these")
         scale = max(sum(_uses(run_of(record)).values()) for record in (self.first, self.second))
         worth = [(use, s) for use, s in self.changes().items() if scale > 0 and abs(s) >= WORTH * scale]
         for use, seconds in worth[:SHOWN]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.observe.collect import wait_histogram
 from dask_gpurt.observe.collect.causes import CAUSES
+from dask_gpurt.observe.collect.task_history import ROWS
 from dask_gpurt.observe.report.tasks import Digest, Task
 
 if TYPE_CHECKING:
@@ -147,6 +148,7 @@ def from_snapshots(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -
             if isinstance(value, (int, float)):
                 shuffle[key] += value
     tasks = sorted((Task(*row) for row in details.get("rows", ())), key=lambda task: task.start)
+    known = tuple(task for task in tasks if before is None or task.stop >= start)
     fresh = details.get("outputs_seen", 0) - old_details.get("outputs_seen", 0)
     outputs = [nbytes for _, nbytes in details.get("outputs", ())][-fresh:] if fresh > 0 else []
     return Run(
@@ -157,7 +159,7 @@ def from_snapshots(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -
         busy_seconds=every.get("busy_seconds", 0.0),
         causes={cause: every.get("causes", {}).get(cause, 0.0) for cause in CAUSES},
         waits=wait_histogram.grown(details.get("waits", {}), old_details.get("waits", {})),
-        tasks=tuple(task for task in tasks if before is None or task.stop >= start),
+        tasks=known,
         task_count=int(every.get("tasks", 0)),
         fetches=tuple(sorted(fetches, key=lambda f: -f.seconds)),
         skewed=_skewed(details, old_details),
@@ -172,7 +174,7 @@ def from_snapshots(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -
         shuffle=dict(shuffle),
         prices=after.get("prices"),
         silent=after.get("silent", {}),
-        notes=_notes(after),
+        notes=_notes(after, len(known), int(every.get("tasks", 0))),
     )
 
 
@@ -193,13 +195,21 @@ def _worker_run(address: str, facts: Mapping[str, Any], ledger: Mapping[str, Any
     )
 
 
-def _notes(after: Mapping[str, Any]) -> tuple[str, ...]:
+def newest(known: int, tasks: int) -> str:
+    """What has to be said where single tasks are known of the newest alone."""
+    return f"Of single tasks the newest {known:,} of {tasks:,} are known: kinds of task are of these."
+
+
+def _notes(after: Mapping[str, Any], known: int, tasks: int) -> tuple[str, ...]:
+    # All that are kept, else these are all: by clocks that differ some may seem to be of another time.
+    full = len(after["details"].get("rows", ())) >= ROWS
+    said = (newest(known, tasks),) if full and known < tasks else ()
     workers, without = after["workers"], [a for a in after.get("without", ()) if a in after["workers"]]
     if not without:
-        return ()
+        return said
     names = [f"{workers[address]['name']} ({address})" for address in without[:NAMED]]
     more = f" and {len(without) - NAMED:,} more" if len(without) > NAMED else ""
-    return (f"Nothing is known of what workers without dask-gpurt did: {', '.join(names)}{more}.",)
+    return (*said, f"Nothing is known of what workers without dask-gpurt did: {', '.join(names)}{more}.")
 
 
 def _fetches(address: str, status: Mapping[str, Any], old: Mapping[str, Any]) -> list[Fetches]:

@@ -17,7 +17,7 @@ from dask_gpurt.model.node_class import key_of
 from dask_gpurt.observe.collect.causes import BUSY, CAUSES
 from dask_gpurt.observe.collect.fetch_matrix import OTHERS, host_of
 from dask_gpurt.observe.report.cost import by_class
-from dask_gpurt.observe.report.facts import Fetches, Run, WorkerRun, grown
+from dask_gpurt.observe.report.facts import Fetches, Run, WorkerRun, grown, newest
 from dask_gpurt.observe.report.findings import NOTHING, advise
 from dask_gpurt.observe.report.tasks import Digest, Kind, Slowness, Task
 from dask_gpurt.observe.runs.live import COUNTERS, HELD, TOTALS
@@ -101,6 +101,8 @@ def made(
         #: not summed up for good yet: figures of workers may still come
         "open": True,
         "outcome": "going on" if run.stop is None else run.outcome,
+        #: share of what was asked for that was released before it was there
+        "released": run.forgotten / run.asked if run.asked else 0.0,
         "gap_seconds": run.gap_seconds,
         "shared": run.shared,
         "lost": run.lost[:WORKERS],
@@ -119,6 +121,8 @@ def made(
         "waits": run.waits.as_json(),
         "skewed": [[*where, s] for where, s in heapq.nlargest(SKEWED, run.skewed.items(), key=lambda item: item[1])],
         "tasks": sorted((list(tasks[i]) for i in longest), key=lambda row: row[2]),
+        #: single tasks that are known: the newest
+        "known_tasks": len(tasks),
         "kinds": [dataclasses.astuple(kind) for kind in digest.kinds[:KINDS]],
         "slow": [dataclasses.astuple(slow) for slow in digest.slow[:WORKERS]],
         "outputs": sizes[::step],
@@ -244,10 +248,14 @@ def notes(record: Mapping[str, Any]) -> list[str]:
         out.append("The run is still going on: this is what it did so far.")
     elif record["outcome"] != "finished":
         out.append({"failed": "A task failed."}.get(record["outcome"], f"The run was {record['outcome']}."))
+    if record["released"]:
+        out.append(f"Of what was asked for, {record['released']:.0%} was released before it was there.")
     if record["graphs"] > 1:
         out.append(f"{record['graphs']:,} graphs, which overlap or follow each other at once, are one run.")
     if record["gap_seconds"] >= 0.1 * (record["stop"] - record["start"]):
         out.append(f"For {record['gap_seconds']:.3g} s between them nothing was submitted.")
+    if record["known_tasks"] < record["task_count"]:
+        out.append(newest(record["known_tasks"], record["task_count"]))
     if record["lost"]:
         out.append(f"Workers that left in it: {', '.join(record['lost'])}.")
     if record["shared"]:

@@ -266,14 +266,14 @@ class RunRecorder:
         """
         tasks = self._scheduler.tasks
         for run in self._live:
-            released = False
             for _ in range(SWEPT):
                 if not run.pending:
                     break
                 key = next(iter(run.pending))
                 ts = tasks.get(key)
                 if ts is None or not ts.who_wants:
-                    released = True
+                    # What later graphs need is superseded: data that was persisted, and then others made of it.
+                    run.forgotten += ts is None or not ts.dependents
                 elif ts.state == "erred":
                     run.outcome = "failed"
                 elif ts.state != "memory":
@@ -282,12 +282,12 @@ class RunRecorder:
                 if not any(key in other.pending for other in self._live):
                     self.wanted.discard(key)
             if not run.pending and run.stop is None:
-                if released and run.outcome == "finished":  # it would go on
-                    run.outcome = "cancelled"
                 failed = run.outcome == "failed" and self._failed_at >= run.start
                 self._end(run, self._failed_at if failed else self._clock())
 
     def _end(self, run: LiveRun, now: float) -> None:
+        if 2 * run.forgotten > run.asked and run.outcome == "finished":
+            run.outcome = "cancelled"
         run.stop = max(run.start, now)  # a clock that was set back: a run takes no less than nothing
         history = self._ledger.history
         run.tasks_after, run.outputs_after = history.tasks_seen, history.outputs_seen

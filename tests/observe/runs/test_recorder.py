@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import types
+from collections import deque
 from typing import Any
 
 import pytest
@@ -231,18 +232,35 @@ def test_released_and_failed_through_others() -> None:
     assert not c.runs.wanted
 
 
-def test_a_run_of_which_some_was_released_is_cancelled() -> None:
+def test_a_run_of_which_most_was_released_is_cancelled() -> None:
     c = Cluster()
     c.submit("x-1", "x-2", "x-3")
     c.finish("x-1")
     del c.tasks["x-2"], c.tasks["x-3"]
     assert c.outcomes() == [(1, "cancelled", 1)]
+    assert "Of what was asked for, 67% was released before it was there." in repr(RunReport(c.runs.find(1) or {}))
     c.submit("y-1", client="d")
     c.submit("z-1", client="d")
     c.tasks["y-1"].who_wants, c.tasks["y-1"].dependents = set(), (c.tasks["z-1"],)
     c.outcomes()
     c.finish("y-1", "z-1")
     assert c.outcomes()[1] == (2, "finished", 2), "what was persisted, and then another made of it"
+
+
+def test_more_tasks_than_are_remembered_are_said_to_be() -> None:
+    c = Cluster()
+    c.ledger.history.rows = deque(maxlen=10)
+    for number, keys in ((1, 15), (2, 3)):
+        c.beat(1)
+        names = [f"x-{number}-{i}" for i in range(keys)]
+        c.submit(*names)
+        c.clock.now += 1
+        c.finish(*names)
+        c.beat(1)
+    many, few = (RunReport(c.runs.find(number) or {}) for number in (1, 2))
+    assert "Of single tasks the newest 10 of 15 are known" in repr(many)
+    assert "Of single tasks" not in repr(few)
+    assert "of the tasks of run 1 the newest 10 are known" in repr(Comparison(many.record, few.record))
 
 
 def test_a_silent_worker_does_not_keep_a_run_open_for_ever() -> None:
