@@ -456,7 +456,7 @@ async def test_a_lost_peer_is_disconnected_by_two_runs_at_once(s):
     connects = [asyncio.create_task(pool.connect(address)) for _ in range(2)]
     await until(lambda: address in pool._connecting and len(pool._connecting[address]) == 2)
     for _ in range(2):
-        PeerCalls(SimpleNamespace(rpc=pool), set()).disconnect([address])
+        PeerCalls(SimpleNamespace(rpc=pool), set(), lambda address: None).disconnect([address])
         await asyncio.sleep(0)  # the connects are being ended
     ends = await asyncio.wait_for(asyncio.gather(*connects, return_exceptions=True), 10)
     assert [type(end) for end in ends] == [CommClosedError] * 2

@@ -81,8 +81,8 @@ class Transport(Protocol):
             The message; they must not change until it has ended.
         """
 
-    def forget(self, run: RunKey) -> None:
-        """End all links of a run, in both directions."""
+    def forget(self, run: RunKey, peer: str | None = None) -> None:
+        """End the links of a run, in both directions: with one peer, or all of them."""
 
     def stop(self) -> None:
         """End everything; returns when the threads have ended."""

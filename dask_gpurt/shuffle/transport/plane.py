@@ -124,10 +124,18 @@ class Plane:
             return
         del self._runs[key]
         self._secrets.pop(key, None)
-        self.transports.forget(key)
+        self.forget(key)
         for route in [r for r in self._routes if r[0] == key]:
             del self._routes[route]
-        self._safe.forget(key)
+
+    def forget(self, key: RunKey, peer: str | None = None) -> None:
+        """End the links of a run: with a peer that is lost, or all of them.
+
+        A lost worker may be stopped, with connections that stand. What it was granted and does not send is missing to
+        the others, and with a few of those no message would be granted any more.
+        """
+        self.transports.forget(key, peer)
+        self._safe.forget(key, peer)
 
     # ---- sending
 

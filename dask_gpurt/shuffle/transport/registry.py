@@ -135,10 +135,10 @@ class OpenTransports:
             self._open[name] = transport
             return transport
 
-    def forget(self, run: RunKey) -> None:
-        """End all links of a run."""
+    def forget(self, run: RunKey, peer: str | None = None) -> None:
+        """End the links of a run; see `Transport.forget`."""
         for transport in self._open.values():
-            transport.forget(run)
+            transport.forget(run, peer)
 
     async def stop(self) -> None:
         """Close all of them, for good."""

@@ -128,8 +128,8 @@ class SafeReceiver:
             return None
         return functools.partial(self._gate.stored, link, nbytes)
 
-    def forget(self, key: RunKey) -> None:
-        """Forget the links of a run."""
-        for link in [w for w in self._waiting if w[2] == key]:
+    def forget(self, key: RunKey, peer: str | None = None) -> None:
+        """Forget the links of a run: with one peer, or all of them."""
+        for link in [w for w in self._waiting if w[2] == key and peer in (None, w[1])]:
             self._waiting.pop(link).set()
             self._gate.close(link)

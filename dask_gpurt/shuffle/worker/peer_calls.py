@@ -16,7 +16,7 @@ from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.worker.message import Message, as_is
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterable
+    from collections.abc import Callable, Coroutine, Iterable
     from collections.abc import Set as AbstractSet
 
     from dask_gpurt.shuffle.worker.host import RunHost
@@ -34,11 +34,18 @@ Answer = dict[str, Any]
 
 
 class PeerCalls:
-    """Calls to the peers of one run; the caller keeps the set of lost workers up to date. All on the event loop."""
+    """Calls to the peers of one run; the caller keeps the set of lost workers up to date. All on the event loop.
 
-    def __init__(self, host: RunHost, lost: AbstractSet[str]) -> None:
+    Parameters
+    ----------
+    unlink
+        Ends the run's links with a peer.
+    """
+
+    def __init__(self, host: RunHost, lost: AbstractSet[str], unlink: Callable[[str], None]) -> None:
         self._host = host
         self._lost = lost
+        self._unlink = unlink
         #: peer -> done when it is lost
         self._losses: dict[str, asyncio.Future[None]] = {}
 
@@ -91,6 +98,7 @@ class PeerCalls:
         Else what is on its way there would connect for as long as Dask does, with its rows in memory.
         """
         for address in addresses:
+            self._unlink(address)
             try:
                 self._host.rpc.remove(address)
             except RuntimeError:

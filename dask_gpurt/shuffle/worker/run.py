@@ -120,7 +120,7 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         self._owners = owners = Owners(self.local_address, worker_for, state.opened)
         self._counting = counting = Counting(state.opened, state.validity, dict(state.bound))
         self._log: SendLog[Shard] = SendLog(budget, separate, state.epoch, state.lost)
-        self._peers = PeerCalls(self, self._log.lost)
+        self._peers = PeerCalls(self, self._log.lost, functools.partial(plane.forget, key))
         self._scheduler_calls = SchedulerCalls(self.scheduler, self.id, self.run_id, counters)
         self._splitter = Splitter(
             self,

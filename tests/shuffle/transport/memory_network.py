@@ -112,12 +112,12 @@ class MemoryTransport:
             out = self._outbound[key] = _Out(self, peer, header)
         out.carry_out(out.machine.submit(ended, buffers, self.network.now, header.room))
 
-    def forget(self, run: RunKey) -> None:
-        for (_, key), out in list(self._outbound.items()):
-            if key == run:
+    def forget(self, run: RunKey, peer: str | None = None) -> None:
+        for (address, key), out in list(self._outbound.items()):
+            if key == run and peer in (None, address):
                 out.carry_out(out.machine.bye())
         for i in list(self._inbound):
-            if i.machine.run == run:
+            if i.machine.run == run and peer in (None, i.machine.sender):
                 i.carry_out(i.machine.bye())
 
     def stop(self) -> None:

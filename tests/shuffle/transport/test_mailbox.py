@@ -297,7 +297,7 @@ class Ways:
     def stop(self) -> None:
         pass
 
-    def forget(self, run: RunKey) -> None:
+    def forget(self, run: RunKey, peer: str | None = None) -> None:
         for ended in self.submitted if self.cut else ():
             ended(Receipt("the run ended", lost=True))
 

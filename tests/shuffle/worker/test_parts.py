@@ -543,7 +543,7 @@ def test_a_send_ends_with_its_peer(monkeypatch):
 
     async def check() -> None:
         lost: set[str] = set()
-        calls = PeerCalls(Host(), lost)
+        calls = PeerCalls(Host(), lost, lambda address: None)
         under_way = asyncio.create_task(calls.unless_lost("b", never()))
         failed = asyncio.create_task(calls.unless_lost("b", fails(OSError("gone"))))
         for _ in range(5):
@@ -560,7 +560,14 @@ def test_a_send_ends_with_its_peer(monkeypatch):
     asyncio.run(check())
 
 
-def amendment(host: Host, owners: Owners, ledger: SendLog[Shard], reopened: list[int], sent: list[Any]) -> Amendment:
+def amendment(
+    host: Host,
+    owners: Owners,
+    ledger: SendLog[Shard],
+    reopened: list[int],
+    sent: list[Any],
+    unlink: Any = lambda address: None,
+) -> Amendment:
     async def send_all(epoch: int, routed: list[Any]) -> None:
         sent.append((epoch, routed))
 
@@ -573,13 +580,27 @@ def amendment(host: Host, owners: Owners, ledger: SendLog[Shard], reopened: list
         owners=owners,
         counting=Counting(None, None),
         log=ledger,
-        peers=PeerCalls(host, ledger.lost),
+        peers=PeerCalls(host, ledger.lost, unlink),
         resender=resender,
         handover=handover,
         void=lambda parts: None,
         reopen=lambda: reopened.append(ledger.epoch),
         counters=ShuffleCounters(),
     )
+
+
+def test_the_links_of_a_lost_worker_end():
+    """Once: it may come back under its address."""
+
+    async def check() -> None:
+        owners, ledger = Owners("a", OWNERS, None), log()
+        unlinked: list[str] = []
+        one = amendment(Host(), owners, ledger, [], [], unlinked.append)
+        one.answer(Amend(1, ["b"], {1: "c"}, {}, {}, None))
+        one.answer(Amend(2, ["b", "c"], {1: "a"}, {}, {}, None))
+        assert unlinked == ["b", "c"]
+
+    asyncio.run(check())
 
 
 def test_a_loss_has_rows_sent_again_and_inputs_wait_until_it_is_known_what_counts():

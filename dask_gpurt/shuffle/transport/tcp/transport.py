@@ -105,10 +105,12 @@ class TcpTransport(LinkTransport[TcpOutbound]):
         """(host, port, token of the host)."""
         return [*self.endpoint, host_token()]
 
-    def forget(self, run: RunKey) -> None:
-        """End all links of a run."""
-        self.sending.call(lambda: self._bye(lambda link: link.run == run))
-        self.receiving.call(lambda: self._drop(lambda link: link.machine.run == run))
+    def forget(self, run: RunKey, peer: str | None = None) -> None:
+        """End the links of a run; see `Transport.forget`."""
+        self.sending.call(lambda: self._bye(lambda link: link.run == run and peer in (None, link.peer.address)))
+        self.receiving.call(
+            lambda: self._drop(lambda link: link.machine.run == run and peer in (None, link.machine.sender))
+        )
 
     def stop(self) -> None:
         """End everything; returns when the threads have ended."""

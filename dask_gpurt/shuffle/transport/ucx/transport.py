@@ -152,12 +152,12 @@ class UcxTransport(LinkTransport[UcxOutbound]):
                 self._beside = ThreadPoolExecutor(2, thread_name_prefix="gpurt-ucx-device")
             return self._beside.submit(call)
 
-    def forget(self, run: RunKey) -> None:
-        """End all links of a run."""
+    def forget(self, run: RunKey, peer: str | None = None) -> None:
+        """End the links of a run; see `Transport.forget`."""
 
         def end() -> None:
-            self._bye(lambda link: link.run == run)
-            self._drop(lambda link: link.run == run)
+            self._bye(lambda link: link.run == run and peer in (None, link.peer.address))
+            self._drop(lambda link: link.run == run and peer in (None, link.expected))
 
         self.sending.call(end)
 
