@@ -522,6 +522,38 @@ async def test_an_input_that_fails_when_it_is_made_again_fails_the_outputs_that_
         await until(lambda: not takeover.statistics()["recovery"]["amending"])
 
 
+class LosesOne(SchedulerPlugin):
+    """Has a worker leave as soon as a task has failed."""
+
+    def __init__(self, scheduler, address: str) -> None:
+        self.scheduler, self.address = scheduler, address
+        self.leaving: asyncio.Task | None = None
+
+    def transition(self, key, start, finish, *args, **kwargs) -> None:
+        if finish == "erred" and self.leaving is None:
+            self.leaving = asyncio.ensure_future(self.scheduler.remove_worker(self.address, stimulus_id="second"))
+
+
+@gen_cluster(**THREE)
+async def test_a_worker_that_is_lost_when_such_an_input_has_just_failed_leaves_no_output_waiting(c, s, *workers):
+    """Dask's restart of a shuffle raises then: it counts on the barrier to have failed, too."""
+    FAILS.clear()
+    settings = ShuffleSettings(enabled=True, transport="rpc", retain=0.0)
+    async with taken_over(s, workers, settings=settings) as (takeover, _):
+        async with after_the_barrier(c, s, source(fails_later, N).shuffle("k", npartitions=9)) as (out, keys):
+            f = c.compute(out)
+            victim, _kept = whose(s, keys)
+            second = next(w.address for w in workers if w.address != victim)
+            s.add_plugin(LosesOne(s, second), name="loses-one")
+            FAILS.set()
+            await lose(next(w for w in workers if w.address == victim))
+        await until(lambda: second not in s.workers)
+        with pytest.raises(OSError, match="the file is gone"):
+            await asyncio.wait_for(f, 30)
+        assert takeover.statistics()["errors"] == 0, takeover.statistics()["last_error"]
+        await until(lambda: not takeover.statistics()["recovery"]["amending"])
+
+
 LAST = threading.Event()
 LAST_BEGAN = threading.Event()
 

@@ -115,6 +115,8 @@ class GpurtShufflePlugin(seam.ShuffleSchedulerPlugin):
         return recommendations
 
     def _restart_shuffle(self, id: seam.ShuffleId, scheduler: Scheduler, *, stimulus_id: str) -> None:
+        if self.opener.fail(id, stimulus_id):
+            return
         record = self.runs.get(id)
         if record is None:
             super()._restart_shuffle(id, scheduler, stimulus_id=stimulus_id)

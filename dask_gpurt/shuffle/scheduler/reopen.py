@@ -358,6 +358,34 @@ class Opener:
         of a join that wait for the other side would then wait, once that is there, for inputs that nothing makes.
         """
         stimulus_id = f"gpurt-failed-{record.id}-{record.amendments.epoch}"
+        self._fail_outputs(barrier, failed, stimulus_id)
+        # What a worker has may be complete. If it is not, it comes back, and is parked.
+        if any(ts.state == "processing" for ts in barrier.dependents):
+            return Step.WAIT
+        self._fail_barrier(barrier, failed, stimulus_id)
+        return Step.DONE
+
+    def fail(self, shuffle_id: seam.ShuffleId, stimulus_id: str) -> bool:
+        """As `_fail`, when a run has ended whose shuffle is to be restarted; False when no transfer task has failed.
+
+        Dask's restart raises where an input has failed and its barrier has not, and leaves the outputs that wait.
+        """
+        barrier = self._runs.barrier_of(shuffle_id)
+        if barrier is None or barrier.state not in ("memory", "waiting"):
+            return False
+        failed = next((ts for ts in barrier.dependencies if ts.state == "erred"), None)
+        if failed is None:
+            return False
+        running = [ts for ts in barrier.dependents if ts.state == "processing"]
+        for ts in running:
+            self._park(ts)
+        self._scheduler.transitions({ts.key: "released" for ts in running}, stimulus_id=stimulus_id)
+        self._fail_outputs(barrier, failed, stimulus_id)
+        self._fail_barrier(barrier, failed, stimulus_id)
+        return True
+
+    def _fail_outputs(self, barrier: TaskState, failed: TaskState, stimulus_id: str) -> None:
+        """Those that no worker has."""
         cause = failed.exception_blame or failed
         recommendations: dict[Any, Any] = {}
         for ts in list(barrier.dependents):
@@ -367,14 +395,13 @@ class Opener:
                 ts.exception_blame = cause
                 recommendations[ts.key] = "erred"
         self._scheduler.transitions(recommendations, stimulus_id=stimulus_id)
-        # What a worker has may be complete. If it is not, it comes back, and is parked.
-        if any(ts.state == "processing" for ts in barrier.dependents):
-            return Step.WAIT
+
+    def _fail_barrier(self, barrier: TaskState, failed: TaskState, stimulus_id: str) -> None:
+        self.hold_back(barrier, back=False)  # should they be tried again
         self._scheduler.transitions({barrier.key: "released"}, stimulus_id=stimulus_id)
         if barrier.state == "released":
-            barrier.exception_blame = cause
+            barrier.exception_blame = failed.exception_blame or failed
             self._scheduler.transitions({barrier.key: "erred"}, stimulus_id=stimulus_id)
-        return Step.DONE
 
     def _over(self, record: RunRecord, barrier: TaskState | None) -> bool:
         """Whether there is nothing to complete any more: the run, or its barrier's result, is gone."""
