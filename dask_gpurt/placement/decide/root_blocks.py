@@ -144,6 +144,8 @@ class RootBlocks:
         self.dissolved = 0
         #: roots that a worker holds at a time beyond what it would hold with an even spread, at most
         self.beyond = 0.0
+        #: owner -> threads by speed, as its blocks were cut
+        self.weights: dict[str, float] = {}
         #: blocks of each owner, those of older graphs first; may contain ones that are used up
         self.by_owner: dict[str, deque[Block]] = {}
         #: blocks without an owner; may contain ones that are used up
@@ -232,6 +234,7 @@ class RootBlocks:
                 self.declined += 1
                 return
         self.beyond = max(self.beyond, beyond_even(roots, pieces))
+        self.weights.update((m.address, m.weight) for m in members)
         self._borders.update(t.key for t in borders)
         for member, piece in zip(members, pieces, strict=True):
             if piece:
@@ -426,6 +429,12 @@ class RootBlocks:
         """Roots that are still to be assigned."""
         return len(self.by_key)
 
+    def misfit(self, members: Iterable[Member]) -> float:
+        """Share of the roots that other workers would own, had their speeds been known when the blocks were cut."""
+        weights = [(self.weights[m.address], m.weight) for m in members if m.address in self.weights]
+        then, now = sum(old for old, _ in weights), sum(new for _, new in weights)
+        return sum(max(0.0, old / then - new / now) for old, new in weights) if then and now else 0.0
+
     def dissolve(self) -> None:
         """Drop all blocks: their roots are left to Dask's queue."""
         if self.by_key:
@@ -441,6 +450,7 @@ class RootBlocks:
         for block in itertools.chain(self.unowned, *self.by_owner.values()):
             block.left = 0
         self.beyond = 0.0
+        self.weights.clear()
         self.by_key.clear()
         self.by_owner.clear()
         self.unowned.clear()

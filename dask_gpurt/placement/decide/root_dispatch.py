@@ -7,6 +7,7 @@ own choice.
   would cost the transfer of its result.
 * `better_left`: the last roots are not queued behind busy threads; the first free thread gets them. Nor are long roots,
   where that would delay tasks that depend on the root before.
+* Blocks are given up, as in stock, where their cut turns out to be wrong: for memory, or for speeds learned since.
 * An input that a root needs, and that a neighbour is fetching from another zone, is waited for (`zone_cost`).
 * `hungry`: a worker whose slots are all taken gets a root all the same, a few at most, if these tasks wait for inputs.
   So its threads work while the network does. Likewise if they are done before a message could bring it more.
@@ -48,6 +49,10 @@ MOST_AHEAD = 64
 WAITED_SECONDS = 4 * ROUND_TRIP_SECONDS
 #: what contiguous blocks may hold in one worker beyond what stock's queue would, as a share of its memory mark
 BEYOND_STOCK = 1 / 16
+#: share of the roots that may be on the wrong workers, by speeds that were learned since they were cut
+MISFIT = 0.1
+#: workers looked at per root that has run, to know that share
+LOOKED_PER_ROOT = 4
 #: roots that take longer are not queued ahead at the end, in seconds: ten times what a message takes
 AHEAD_SECONDS = 0.05
 #: and these not before the end either, where that would delay what follows: a hundredth is lost at most
@@ -90,6 +95,8 @@ class RootDispatch:
         self._ended: dict[WorkerInfo, None] = {}
         #: roots that were sent to their `home`
         self.at_home = 0
+        #: roots of blocks that have run since speeds were compared
+        self._unlooked = 0
         #: key of the root that was held last, and since when
         self._waiting: tuple[Any, float] = None, 0.0
         #: whether a root waits, or did lately, for an input that is on its way to its worker's zone
@@ -156,8 +163,20 @@ class RootDispatch:
             return
         self._owned.learn(seconds, nbytes)
         groups = self._groups
-        if groups.beyond * self._owned.nbytes > BEYOND_STOCK * info.mark_bytes:
+        if groups.beyond * self._owned.nbytes > BEYOND_STOCK * info.mark_bytes or self._misfits():
             groups.dissolve()
+
+    def _misfits(self) -> bool:
+        """Whether blocks that were cut before speeds were known are on the wrong workers.
+
+        A block is taken over once another worker has none of its own left. By then a slow owner has begun with most of
+        it, as both run what follows their roots first.
+        """
+        self._unlooked += 1
+        if not self._groups.by_key or self._unlooked * LOOKED_PER_ROOT < len(self._tables.workers.all.items):
+            return False
+        self._unlooked = 0
+        return self._groups.misfit(self._dealt_to()) > MISFIT
 
     def clear(self) -> None:
         """Drop what was noted: the scheduler has forgotten all tasks."""

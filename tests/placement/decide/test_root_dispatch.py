@@ -120,17 +120,37 @@ def test_a_retired_policy_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     assert engine.root_dispatch.hungry() == []
 
 
-@pytest.mark.parametrize("shadow", [False, True])
-def test_in_shadow_mode_no_blocks_are_cut(shadow: bool) -> None:
-    engine = make_engine([FakeWorker(i) for i in range(4)], shadow=shadow)
+def arrive(engine: Any, n: int) -> None:
+    """A graph of `n` roots, which are cut into blocks."""
     engine.graph_judge.enabled = False
     engine.scheduler.is_rootish = lambda ts: True
-    roots: list[Any] = [FakeTask(f"r-{i}") for i in range(20)]
+    roots: list[Any] = [FakeTask(f"r-{i}") for i in range(n)]
     for i, t in enumerate(roots):
         t.state, t.priority = "released", (0, 1, i)
         t.worker_restrictions = t.host_restrictions = t.resource_restrictions = None
         engine.scheduler.tasks[t.key] = t
     engine.graph_arrived([t.key for t in roots])
+
+
+@pytest.mark.parametrize(("slow", "given_up"), [(0, False), (1, False), (4, True), (8, False)])
+def test_blocks_are_given_up_where_many_workers_turn_out_to_be_slow(slow: int, given_up: bool) -> None:
+    """Half of eight at half of the speed: they own a half of the roots, and would own a third."""
+    engine = make_engine([FakeWorker(i) for i in range(8)])
+    arrive(engine, 40)
+    assert len(engine.groups) == 40
+    workers = engine.workers.all.items
+    for info in workers[:slow]:
+        info.slowness = 2.0
+    for _ in range(2):
+        engine.root_dispatch.root_done(workers[-1], 0.1, 1000)
+    assert bool(engine.groups.by_key) is not given_up
+    assert engine.groups.dissolved == given_up
+
+
+@pytest.mark.parametrize("shadow", [False, True])
+def test_in_shadow_mode_no_blocks_are_cut(shadow: bool) -> None:
+    engine = make_engine([FakeWorker(i) for i in range(4)], shadow=shadow)
+    arrive(engine, 20)
     assert len(engine.groups) == (0 if shadow else 20)
 
 
