@@ -319,6 +319,8 @@ class PlacementPlugin(SchedulerPlugin):
             self._guard(self.copies.worker_removed, worker)
         if self.messages is not None:
             self._guard(self.messages.worker_removed, worker)
+        if self.stealing is not None:
+            self._guard(self.stealing.worker_removed)
 
     def restart(self, scheduler: Scheduler) -> None:
         """Hook of distributed: the scheduler has forgotten all tasks."""

@@ -32,7 +32,10 @@ logger = logging.getLogger("distributed.scheduler.gpurt")
 
 NAME = "stealing._get_thief"
 #: attributes of the extension that are used
-USED = ("_get_thief", "balance", "in_flight", "in_flight_tasks", "key_stealable", "move_task_request")
+USED = (
+    *("_get_thief", "balance", "in_flight", "in_flight_occupancy", "in_flight_tasks", "key_stealable"),
+    "move_task_request",
+)
 PARAMETERS = ("scheduler", "ts", "potential_thieves", "occupancies")
 #: the scheduler's periodic callback of stock's own rounds
 CALLBACK = "stealing"
@@ -153,6 +156,17 @@ class Stealing:
             self._extension.balance()
         finally:
             self._additional, self._rest = False, self._looked // LOOKED
+
+    def worker_removed(self) -> None:
+        """Have the extension forget workers that have left.
+
+        It notes each worker that a round looks at, and drops that only when a move ends, and not all. Our rounds look
+        more often than they move.
+        """
+        extension = self._extension
+        if extension is not None and not extension.in_flight:
+            extension.in_flight_occupancy.clear()
+            extension.in_flight_tasks.clear()
 
     def _goes_on(self) -> bool:
         """Whether the user has neither switched stealing off nor stopped it.

@@ -176,7 +176,8 @@ def test_every_number_is_in_the_dictionary() -> None:
         # The scheduler's figures have samples; those without are of what did not happen here.
         empty = {figure.key for figure in exported(SCHEDULER) if not list(figure.samples(plugin.figures()))}
         assert empty <= {
-            f"{p}.*" for p in ("placement.declined", "placement.fallbacks.*", "placement.speeds", "shuffle.fallbacks")
+            f"{p}.*"
+            for p in ("placement.declined", "placement.fallbacks.*", "placement.speeds", "preflight.phases", "shuffle.fallbacks")
         }
 
 

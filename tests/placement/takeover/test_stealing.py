@@ -21,6 +21,7 @@ class Extension:
 
     def __init__(self, tasks: list[Any]) -> None:
         self.in_flight: dict[Any, Any] = {}
+        self.in_flight_occupancy: dict[Any, float] = {}
         self.in_flight_tasks: dict[Any, int] = {}
         self.key_stealable: dict[Any, Any] = {}
         self.tasks = tasks
@@ -144,3 +145,18 @@ def test_an_additional_round_that_raises_is_over() -> None:
     extension.tasks = [task(MAX_INPUTS + 1)]
     extension.balance()
     assert extension.thieves == ["stock's"]
+
+
+def test_workers_that_have_left_are_forgotten_unless_tasks_are_being_moved() -> None:
+    """Dask's extension adds an entry for each worker that it looks at, which keeps the states of all that ever came."""
+    stealing, extension = rig(lambda *args: None, [])
+    extension.in_flight_occupancy, extension.in_flight_tasks = {"gone": 0.0}, {"gone": 1}
+    extension.in_flight = {"task": "to gone"}
+    stealing.worker_removed()
+    assert extension.in_flight_tasks == {"gone": 1}
+    extension.in_flight = {}
+    stealing.worker_removed()
+    assert not extension.in_flight_occupancy
+    assert not extension.in_flight_tasks
+    stealing.uninstall()
+    stealing.worker_removed()
