@@ -429,9 +429,9 @@ class RootBlocks:
         """Roots that are still to be assigned."""
         return len(self.by_key)
 
-    def misfit(self, members: Iterable[Member]) -> float:
-        """Share of the roots that other workers would own, had their speeds been known when the blocks were cut."""
-        weights = [(self.weights[m.address], m.weight) for m in members if m.address in self.weights]
+    def misfit(self, weights_now: Iterable[tuple[str, float]]) -> float:
+        """Share of the roots that other workers would own, had these weights been known when the blocks were cut."""
+        weights = [(self.weights[address], weight) for address, weight in weights_now if address in self.weights]
         then, now = sum(old for old, _ in weights), sum(new for _, new in weights)
         return sum(max(0.0, old / then - new / now) for old, new in weights) if then and now else 0.0
 

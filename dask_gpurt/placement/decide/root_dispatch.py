@@ -28,6 +28,7 @@ from dask_gpurt.placement.decide.root_times import AHEAD_SHARE, ROUND_TRIP_SECON
 from dask_gpurt.placement.decide.tiny_roots import TinyRoots
 from dask_gpurt.placement.decide.zone_cost import under_way
 from dask_gpurt.placement.tables import worker_facts
+from dask_gpurt.placement.tables.durations import measured_slowness
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -170,13 +171,15 @@ class RootDispatch:
         """Whether blocks that were cut before speeds were known are on the wrong workers.
 
         A block is taken over once another worker has none of its own left. By then a slow owner has begun with most of
-        it, as both run what follows their roots first.
+        it, as both run what follows their roots first. Suspicions do not count: a worker with one long task is no
+        slower with the others.
         """
         self._unlooked += 1
         if not self._groups.by_key or self._unlooked * LOOKED_PER_ROOT < len(self._tables.workers.all.items):
             return False
         self._unlooked = 0
-        return self._groups.misfit(self._dealt_to()) > MISFIT
+        workers = self._tables.workers.all.items
+        return self._groups.misfit((w.address, w.ws.nthreads / measured_slowness(w)) for w in workers) > MISFIT
 
     def clear(self) -> None:
         """Drop what was noted: the scheduler has forgotten all tasks."""
