@@ -56,7 +56,9 @@ def _against(outcome: Outcome, baseline: str, engine: str) -> list[str]:
         out.append(f"No query is slower than {baseline} by more than {LOSS - 1:.0%}.")
     for q in lost:
         a, b = both[q]
-        out.append(f"q{q:02d} is slower: {_median(b):.2f} s against {_median(a):.2f} s, {_why(a, b)}.")
+        # Of medians that are nearly equal either may be the larger one.
+        by = f"{_ratio(a, b):.2f} times, the median of the rounds"
+        out.append(f"q{q:02d} is slower ({by}): {_median(b):.2f} s against {_median(a):.2f} s, {_why(a, b)}.")
     return out
 
 
