@@ -32,16 +32,14 @@ a task that is not where its block says (cancelled, already running, recomputed)
 
 Rejected
 --------
-Measured on the simulated shapes (64 workers, 8 per node), these lost:
+On the simulated shapes (64 workers, 8 per node) these lost:
 
 * Cogroups handed out one at a time to any free worker: tree 1.67 of the bound and 36 GB between nodes, instead of 1.06
   and none. At the joints of a tree above the first level everything moves.
-* The workers of a node loading one large cogroup after the other: rechunk 1.37 instead of 1.25. Every part of a cogroup
-  then waits for twice as many workers.
+* The workers of a node loading one large cogroup after the other: rechunk 1.37 instead of 1.25.
 * A balanced min-cut partition of the graph (METIS, in benchmarks/placement_metis.py). Where the graph has a direction
-  to cut along, it finds the same blocks. Stencil: the same bytes; 1.04 of the bound with every task pinned, 1.08 with
-  only its roots pinned, 1.08 here. Elsewhere it saves bytes and loses time. Join on nodes: 54 GB and 2.51, here 68 GB
-  and 2.44; rechunk on single hosts: 1.78, here 1.24. It balances the work of the whole graph, not that of each stage.
+  to cut along, it finds the same blocks. Elsewhere it saves bytes and loses time: rechunk on single hosts 1.78, here
+  1.24. It balances the work of the whole graph, not that of each stage.
 """
 
 from __future__ import annotations
@@ -428,12 +426,6 @@ class RootBlocks:
     def __len__(self) -> int:
         """Roots that are still to be assigned."""
         return len(self.by_key)
-
-    def misfit(self, weights_now: Iterable[tuple[str, float]]) -> float:
-        """Share of the roots that other workers would own, had these weights been known when the blocks were cut."""
-        weights = [(self.weights[address], weight) for address, weight in weights_now if address in self.weights]
-        then, now = sum(old for old, _ in weights), sum(new for _, new in weights)
-        return sum(max(0.0, old / then - new / now) for old, new in weights) if then and now else 0.0
 
     def dissolve(self) -> None:
         """Drop all blocks: their roots are left to Dask's queue."""

@@ -21,7 +21,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model.link import LinkClass
-from dask_gpurt.placement.decide.root_cuts import Member
+from dask_gpurt.placement.decide.root_cuts import Member, misfit
 from dask_gpurt.placement.decide.root_home import home
 from dask_gpurt.placement.decide.root_lateness import Lateness
 from dask_gpurt.placement.decide.root_times import AHEAD_SHARE, ROUND_TRIP_SECONDS, RootTimes
@@ -174,12 +174,13 @@ class RootDispatch:
         it, as both run what follows their roots first. Suspicions do not count: a worker with one long task is no
         slower with the others.
         """
+        workers = self._tables.workers.all.items
         self._unlooked += 1
-        if not self._groups.by_key or self._unlooked * LOOKED_PER_ROOT < len(self._tables.workers.all.items):
+        if not self._groups.by_key or self._unlooked * LOOKED_PER_ROOT < len(workers):
             return False
         self._unlooked = 0
-        workers = self._tables.workers.all.items
-        return self._groups.misfit((w.address, w.ws.nthreads / measured_slowness(w)) for w in workers) > MISFIT
+        now = ((w.address, w.ws.nthreads / measured_slowness(w)) for w in workers)
+        return misfit(self._groups.weights, now) > MISFIT
 
     def clear(self) -> None:
         """Drop what was noted: the scheduler has forgotten all tasks."""

@@ -115,8 +115,11 @@ class GpurtShufflePlugin(seam.ShuffleSchedulerPlugin):
         return recommendations
 
     def _restart_shuffle(self, id: seam.ShuffleId, scheduler: Scheduler, *, stimulus_id: str) -> None:
-        if self.opener.fail(id, stimulus_id):
-            return
+        try:
+            if self.opener.fail(id, stimulus_id):
+                return
+        except Exception:
+            self.takeover.failed()
         record = self.runs.get(id)
         if record is None:
             super()._restart_shuffle(id, scheduler, stimulus_id=stimulus_id)
