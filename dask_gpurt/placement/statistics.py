@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.placement.tables.durations import measured_slowness
+from dask_gpurt.placement.tables.durations import LEAST
 
 if TYPE_CHECKING:
     from dask_gpurt.placement.engine import Engine
@@ -23,7 +23,11 @@ def slowness(engine: Engine) -> dict[str, float]:
 
     Not by tasks that still run, as `speeds`: one that is long by itself (a skewed key) tells nothing of its worker.
     """
-    measured = {w.ws.address: measured_slowness(w) for w in engine.workers.all.items if w.speed_samples}
+    measured = {
+        w.ws.address: w.speed.measured_slowness("") if w.speed_samples >= LEAST else 1.0
+        for w in engine.workers.all.items
+        if w.speed_samples
+    }
     # The lower one of two: of two workers the mean would be more than half of the slower one, however slow that is.
     usual = statistics.median_low(measured.values()) if measured else 1.0
     return {address: factor / usual for address, factor in measured.items()}

@@ -307,7 +307,7 @@ SCHEDULER: tuple[Figure, ...] = (
     status("placement.roots.pulled", "count", "Root tasks handed to the owner of their block"),
     status("placement.roots.declined", "count",
         "Graphs whose roots stock dealt, as blocks would have run one after another"),
-    status("placement.roots.dissolved", "count", "Times that blocks were given up: too much memory, or slow workers"),
+    status("placement.roots.dissolved", "count", "Times that blocks were given up because one held too much memory"),
     status("placement.roots.split", "count",
         "Times that an idle worker took half of another one's block of root tasks"),
     status("placement.roots.at_once", "count", "Root tasks that were not queued, as a queue cost more than it gained"),

@@ -32,14 +32,16 @@ a task that is not where its block says (cancelled, already running, recomputed)
 
 Rejected
 --------
-On the simulated shapes (64 workers, 8 per node) these lost:
+Measured on the simulated shapes (64 workers, 8 per node), these lost:
 
 * Cogroups handed out one at a time to any free worker: tree 1.67 of the bound and 36 GB between nodes, instead of 1.06
   and none. At the joints of a tree above the first level everything moves.
-* The workers of a node loading one large cogroup after the other: rechunk 1.37 instead of 1.25.
+* The workers of a node loading one large cogroup after the other: rechunk 1.37 instead of 1.25. Every part of a cogroup
+  then waits for twice as many workers.
 * A balanced min-cut partition of the graph (METIS, in benchmarks/placement_metis.py). Where the graph has a direction
-  to cut along, it finds the same blocks. Elsewhere it saves bytes and loses time: rechunk on single hosts 1.78, here
-  1.24. It balances the work of the whole graph, not that of each stage.
+  to cut along, it finds the same blocks. Stencil: the same bytes; 1.04 of the bound with every task pinned, 1.08 with
+  only its roots pinned, 1.08 here. Elsewhere it saves bytes and loses time. Join on nodes: 54 GB and 2.51, here 68 GB
+  and 2.44; rechunk on single hosts: 1.78, here 1.24. It balances the work of the whole graph, not that of each stage.
 """
 
 from __future__ import annotations
@@ -142,8 +144,6 @@ class RootBlocks:
         self.dissolved = 0
         #: roots that a worker holds at a time beyond what it would hold with an even spread, at most
         self.beyond = 0.0
-        #: owner -> threads by speed, as its blocks were cut
-        self.weights: dict[str, float] = {}
         #: blocks of each owner, those of older graphs first; may contain ones that are used up
         self.by_owner: dict[str, deque[Block]] = {}
         #: blocks without an owner; may contain ones that are used up
@@ -232,7 +232,6 @@ class RootBlocks:
                 self.declined += 1
                 return
         self.beyond = max(self.beyond, beyond_even(roots, pieces))
-        self.weights.update((m.address, m.weight) for m in members)
         self._borders.update(t.key for t in borders)
         for member, piece in zip(members, pieces, strict=True):
             if piece:
@@ -442,7 +441,6 @@ class RootBlocks:
         for block in itertools.chain(self.unowned, *self.by_owner.values()):
             block.left = 0
         self.beyond = 0.0
-        self.weights.clear()
         self.by_key.clear()
         self.by_owner.clear()
         self.unowned.clear()

@@ -372,12 +372,3 @@ def unshared(roots: list[TaskState], per_block: float) -> list[TaskState]:
         return roots
     most = max(per_block, SHARED * sorted(counts)[len(counts) // 2])
     return [t for t, n in zip(roots, counts, strict=True) if n <= most]
-
-
-def misfit(then: Mapping[str, float], now: Iterable[tuple[str, float]]) -> float:
-    """Share of the roots that other workers would own by the weights of `now` than by those of `then`, by address."""
-    weights = [(then[address], weight) for address, weight in now if address in then]
-    old_sum, new_sum = sum(old for old, _ in weights), sum(new for _, new in weights)
-    if not (old_sum and new_sum):
-        return 0.0
-    return sum(max(0.0, old / old_sum - new / new_sum) for old, new in weights)

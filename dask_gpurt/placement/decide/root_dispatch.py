@@ -7,7 +7,6 @@ own choice.
   would cost the transfer of its result.
 * `better_left`: the last roots are not queued behind busy threads; the first free thread gets them. Nor are long roots,
   where that would delay tasks that depend on the root before.
-* Blocks are given up, as in stock, where their cut turns out to be wrong: for memory, or for speeds learned since.
 * An input that a root needs, and that a neighbour is fetching from another zone, is waited for (`zone_cost`).
 * `hungry`: a worker whose slots are all taken gets a root all the same, a few at most, if these tasks wait for inputs.
   So its threads work while the network does. Likewise if they are done before a message could bring it more.
@@ -21,14 +20,13 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model.link import LinkClass
-from dask_gpurt.placement.decide.root_cuts import Member, misfit
+from dask_gpurt.placement.decide.root_cuts import Member
 from dask_gpurt.placement.decide.root_home import home
 from dask_gpurt.placement.decide.root_lateness import Lateness
 from dask_gpurt.placement.decide.root_times import AHEAD_SHARE, ROUND_TRIP_SECONDS, RootTimes
 from dask_gpurt.placement.decide.tiny_roots import TinyRoots
 from dask_gpurt.placement.decide.zone_cost import under_way
 from dask_gpurt.placement.tables import worker_facts
-from dask_gpurt.placement.tables.durations import measured_slowness
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -50,10 +48,6 @@ MOST_AHEAD = 64
 WAITED_SECONDS = 4 * ROUND_TRIP_SECONDS
 #: what contiguous blocks may hold in one worker beyond what stock's queue would, as a share of its memory mark
 BEYOND_STOCK = 1 / 16
-#: share of the roots that may be on the wrong workers, by speeds that were learned since they were cut
-MISFIT = 0.1
-#: workers looked at per root that has run, to know that share
-LOOKED_PER_ROOT = 4
 #: roots that take longer are not queued ahead at the end, in seconds: ten times what a message takes
 AHEAD_SECONDS = 0.05
 #: and these not before the end either, where that would delay what follows: a hundredth is lost at most
@@ -96,8 +90,6 @@ class RootDispatch:
         self._ended: dict[WorkerInfo, None] = {}
         #: roots that were sent to their `home`
         self.at_home = 0
-        #: roots of blocks that have run since speeds were compared
-        self._unlooked = 0
         #: key of the root that was held last, and since when
         self._waiting: tuple[Any, float] = None, 0.0
         #: whether a root waits, or did lately, for an input that is on its way to its worker's zone
@@ -164,23 +156,8 @@ class RootDispatch:
             return
         self._owned.learn(seconds, nbytes)
         groups = self._groups
-        if groups.beyond * self._owned.nbytes > BEYOND_STOCK * info.mark_bytes or self._misfits():
+        if groups.beyond * self._owned.nbytes > BEYOND_STOCK * info.mark_bytes:
             groups.dissolve()
-
-    def _misfits(self) -> bool:
-        """Whether blocks that were cut before speeds were known are on the wrong workers.
-
-        A block is taken over once another worker has none of its own left. By then a slow owner has begun with most of
-        it, as both run what follows their roots first. Suspicions do not count: a worker with one long task is no
-        slower with the others.
-        """
-        workers = self._tables.workers.all.items
-        self._unlooked += 1
-        if not self._groups.by_key or self._unlooked * LOOKED_PER_ROOT < len(workers):
-            return False
-        self._unlooked = 0
-        now = ((w.address, w.ws.nthreads / measured_slowness(w)) for w in workers)
-        return misfit(self._groups.weights, now) > MISFIT
 
     def clear(self) -> None:
         """Drop what was noted: the scheduler has forgotten all tasks."""

@@ -200,11 +200,6 @@ class Prefix:
         return self.seconds if len(self._samples) >= JUDGING else None
 
 
-def measured_slowness(worker: WorkerInfo) -> float:
-    """Times that ended tasks took there, over what they usually take. Of tasks that still run it says nothing."""
-    return worker.speed.measured_slowness("") if worker.speed_samples >= LEAST else 1.0
-
-
 class Durations:
     """All groups and prefixes; also learns the slowness of workers from the durations."""
 

@@ -210,17 +210,3 @@ def test_blocks_that_hold_too_much_are_given_up() -> None:
     assert not g.by_key
     assert owners(g, roots) == [None] * 8
     assert g.dissolved == 1
-
-
-def test_blocks_of_speeds_that_were_not_known() -> None:
-    roots = [Task(f"root{i}", i) for i in range(8)]
-    g = RootBlocks()
-    g.arrived(roots, lambda: members("a", "b"))
-    assert root_cuts.misfit(g.weights, [("a", 1.0), ("b", 1.0)]) == 0
-    slow = [("a", 1.0), ("b", 1 / 3)]
-    assert root_cuts.misfit(g.weights, slow) == pytest.approx(1 / 2 - 1 / 4), "a quarter of the roots"
-    assert root_cuts.misfit(g.weights, [*slow, ("c", 1.0)]) == pytest.approx(1 / 4), "a new one has no blocks"
-    assert root_cuts.misfit(g.weights, []) == 0
-    assert root_cuts.misfit(g.weights, [("a", 0.0), ("b", 0.0)]) == 0
-    g.dissolve()
-    assert not g.weights

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from dask_gpurt.placement.decide.root_cuts import Member
 from dask_gpurt.placement.decide.root_dispatch import RootDispatch
 from dask_gpurt.placement.decide.steal_policy import STOCK
 from dask_gpurt.placement.engine import Engine
-from dask_gpurt.placement.tables.durations import LEAST
 from dask_gpurt.simulate import simulate
 from dask_gpurt.simulate.shapes import build
 from tests.placement.fakes import FakeTask, FakeWorker, assign, finish, learn, make_engine
@@ -122,44 +120,17 @@ def test_a_retired_policy_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     assert engine.root_dispatch.hungry() == []
 
 
-def arrive(engine: Any, n: int) -> None:
-    """A graph of `n` roots, which are cut into blocks."""
+@pytest.mark.parametrize("shadow", [False, True])
+def test_in_shadow_mode_no_blocks_are_cut(shadow: bool) -> None:
+    engine = make_engine([FakeWorker(i) for i in range(4)], shadow=shadow)
     engine.graph_judge.enabled = False
     engine.scheduler.is_rootish = lambda ts: True
-    roots: list[Any] = [FakeTask(f"r-{i}") for i in range(n)]
+    roots: list[Any] = [FakeTask(f"r-{i}") for i in range(20)]
     for i, t in enumerate(roots):
         t.state, t.priority = "released", (0, 1, i)
         t.worker_restrictions = t.host_restrictions = t.resource_restrictions = None
         engine.scheduler.tasks[t.key] = t
     engine.graph_arrived([t.key for t in roots])
-
-
-@pytest.mark.parametrize(("slow", "given_up"), [(0, False), (1, False), (4, True), (8, False)])
-def test_blocks_are_given_up_where_many_workers_turn_out_to_be_slow(slow: int, given_up: bool) -> None:
-    """Half of eight at half of the speed or less: they own a half of the roots, and would own a third."""
-    engine = make_engine([FakeWorker(i) for i in range(8)])
-    arrive(engine, 40)
-    assert len(engine.groups) == 40
-    workers = engine.workers.all.items
-    for info in workers[:slow]:
-        info.slowness = 64.0
-    for _ in range(2):
-        engine.root_dispatch.root_done(workers[-1], 0.1, 1000)
-    assert engine.groups.by_key, "suspected of tasks that still run"
-    for info in workers[:slow]:
-        for _ in range(LEAST):
-            info.speed.observe("r", math.log(2.5))
-        info.speed_samples = LEAST
-    for _ in range(2):
-        engine.root_dispatch.root_done(workers[-1], 0.1, 1000)
-    assert bool(engine.groups.by_key) is not given_up
-    assert engine.groups.dissolved == given_up
-
-
-@pytest.mark.parametrize("shadow", [False, True])
-def test_in_shadow_mode_no_blocks_are_cut(shadow: bool) -> None:
-    engine = make_engine([FakeWorker(i) for i in range(4)], shadow=shadow)
-    arrive(engine, 20)
     assert len(engine.groups) == (0 if shadow else 20)
 
 
