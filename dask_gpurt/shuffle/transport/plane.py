@@ -198,7 +198,7 @@ class Plane:
             counters.resent += 1
             self._count(resent_safe=1)
             if receipt.lost and key in self._runs:  # else the run has cut its own links, which says nothing of the way
-                route.chooser.lost(name, end)
+                route.chooser.lost(name, end, worked=counters.messages_out > 0)
             elif device and not receipt.lost:
                 route.chooser.lost(DEVICE, end)
             self.links.had_problem(peer, f"{name}: {receipt.problem}")

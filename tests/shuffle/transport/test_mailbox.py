@@ -373,6 +373,39 @@ def test_a_message_that_cannot_be_compressed_goes_as_it_is(error):
     asyncio.run(main())
 
 
+def test_a_way_that_is_lost_before_its_first_message_has_never_worked():
+    async def main() -> None:
+        plane = Plane(Worker(), ShuffleSettings(enabled=True), lambda **counts: None, 1 << 20)
+        run: Any = Run(set())
+        plane.join(run, KEY, bytes(16))
+        chooser = TransportChooser(Locality.REMOTE, ["tcp"])
+        route = asyncio.get_running_loop().create_future()
+        route.set_result(Route(Card("", "", 1 << 20, (), {"tcp": ["", 0]}), chooser, Header(KEY, bytes(16))))
+        plane._routes[KEY, "peer"] = route
+
+        class Way(Ways):
+            def submit(self, ended: Any, *args: Any) -> None:
+                ended(self.submitted.pop(0))
+
+        receipts = [Receipt("no connection", lost=True), Receipt(), Receipt("reset", lost=True)]
+        plane.transports._open["tcp"] = Way(receipts)  # type: ignore[assignment]
+
+        async def ask(peer: str, question: dict[str, Any]) -> dict[str, Any]:
+            return {"status": "OK"}
+
+        async def safe() -> Any:
+            return {"status": "OK"}
+
+        seen = []
+        with patch.object(chooser, "lost", lambda name, now, worked: seen.append((name, worked))):
+            while receipts:
+                await plane.send(ask, KEY, "peer", [b"text"], safe)
+        assert seen == [("tcp", False), ("tcp", True)]
+        await plane.stop()
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("when", ["under way", "before"])
 def test_a_run_that_leaves_with_sends_under_way(when):
     """It leaves nothing behind: no route, and no way that counts as bad."""

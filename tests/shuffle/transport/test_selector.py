@@ -56,6 +56,23 @@ def test_a_lost_transport_is_out_for_a_while_longer_each_time():
     assert c.choose(False, later + BACKOFF_SECONDS) == "tcp"
 
 
+def test_a_transport_that_never_worked_is_tried_ever_less_often():
+    # As behind a firewall that drops it: each try keeps messages waiting for seconds.
+    c = TransportChooser(Locality.REMOTE, ["tcp"])
+    tries, now = 0, 0.0
+    while now < 24 * 3600:
+        if c.choose(False, now) == "tcp":
+            tries += 1
+            c.lost("tcp", now, worked=False)
+        now += 600  # shuffles that come further apart than a transport that worked is ever out
+    assert 2 < tries < 10
+    # It works at last, and is then as any other.
+    while c.choose(False, now) != "tcp":
+        now += 600
+    c.lost("tcp", now + BACKOFF_LIMIT + 1)
+    assert c.choose(False, now + BACKOFF_LIMIT + 1 + BACKOFF_SECONDS) == "tcp"
+
+
 def test_a_peer_without_device_memory_gets_the_next_messages_from_the_host():
     c = TransportChooser(Locality.REMOTE, ["ucx"])
     c.lost(DEVICE, 0.0)

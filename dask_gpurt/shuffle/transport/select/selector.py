@@ -4,6 +4,8 @@ Theory of operation. What can reach a peer is known from its card, and which of 
 (`benchmarks/transport.py`, without RDMA): memory of the same process, then our own sockets, then UCX, then
 distributed's comms (the *safe path*). What lies on a device goes by UCX or by the safe path. A transport that lost a
 link is out for `BACKOFF_SECONDS`, twice as long each time within `BACKOFF_LIMIT`; the safe path is always in.
+One that has never brought a message to a peer is out `NEVER_WORKED` times as long each time, without a limit: mostly
+a firewall drops it, and each new try keeps the messages waiting until it is given up.
 
 Rejected: to learn the order from the traffic, by a few messages another way. Sockets won at every size and place, so
 all that it did was to send up to one message in twenty over distributed's comms, and it cost up to 16 % of the speed.
@@ -24,6 +26,7 @@ INPROC = "inproc"
 DEVICE = "device"
 BACKOFF_SECONDS = 5.0
 BACKOFF_LIMIT = 300.0
+NEVER_WORKED = 4
 #: bytes of a stretch whose speed counts
 STRETCH = 4 << 20
 #: share that a fast stretch keeps after another one: a network that has become slow is known after some dozens
@@ -129,10 +132,20 @@ class TransportChooser:
     def _is_out(self, name: str, now: float) -> bool:
         return self._out.get(name, (0.0, 0))[0] > now
 
-    def lost(self, name: str, now: float) -> None:
-        """Enter that a link of this transport was lost, or that the peer has no device memory (`DEVICE`)."""
+    def lost(self, name: str, now: float, worked: bool = True) -> None:
+        """Enter that a link of this transport was lost, or that the peer has no device memory (`DEVICE`).
+
+        Parameters
+        ----------
+        worked
+            It has brought a message to this peer before.
+        """
         until, times = self._out.get(name, (0.0, 0))
-        if until <= now:
-            if now - until > BACKOFF_LIMIT:  # well for longer than it is ever out: this is another trouble
-                times = 0
-            self._out[name] = (now + min(BACKOFF_LIMIT, BACKOFF_SECONDS * 2**times), times + 1)
+        if until > now:
+            return
+        if not worked:
+            self._out[name] = (now + BACKOFF_SECONDS * NEVER_WORKED**times, times + 1)
+            return
+        if now - until > BACKOFF_LIMIT:  # well for longer than it is ever out: this is another trouble
+            times = 0
+        self._out[name] = (now + min(BACKOFF_LIMIT, BACKOFF_SECONDS * 2**times), times + 1)
