@@ -5,7 +5,6 @@ Workers are keyed weakly: many live and die in one process in tests and with in-
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import sys
 import threading
@@ -14,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from distributed.worker import Worker
+
+#: shuffles of which it is known how often they were restarted; a worker lives for months
+RESTARTED = 100
 
 
 @dataclasses.dataclass
@@ -98,8 +100,8 @@ class ShuffleCounters:
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        #: shuffle -> its runs that this worker had restarted
-        self._restarted: collections.defaultdict[str, set[int]] = collections.defaultdict(set)
+        #: of the last `RESTARTED` shuffles of which this worker had runs restarted: those runs
+        self._restarted: dict[str, set[int]] = {}
 
     def add(self, **amounts: float) -> None:
         """Add to counters; from any thread."""
@@ -115,7 +117,10 @@ class ShuffleCounters:
     def restarted(self, shuffle_id: str, run_id: int) -> int:
         """Count a run that has to be restarted, once for all threads; how many of its shuffle there were."""
         with self._lock:
-            runs = self._restarted[shuffle_id]
+            runs = self._restarted.pop(shuffle_id, set())
+            if len(self._restarted) >= RESTARTED:
+                del self._restarted[next(iter(self._restarted))]
+            self._restarted[shuffle_id] = runs  # the newest
             runs.add(run_id)
             return len(runs)
 

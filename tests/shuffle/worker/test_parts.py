@@ -14,7 +14,7 @@ from distributed.shuffle._exceptions import ShuffleClosedError
 from distributed.shuffle._limiter import ResourceLimiter
 
 from dask_gpurt.errors import LostData
-from dask_gpurt.shuffle.counters import ShuffleCounters
+from dask_gpurt.shuffle.counters import RESTARTED, ShuffleCounters
 from dask_gpurt.shuffle.protocol.messages import Amend, BarrierAnswer, OutputOpened, Reopen, Valid
 from dask_gpurt.shuffle.protocol.recovery import Counting, State, Validity, origin, shard_id
 from dask_gpurt.shuffle.rows import coalesce, wire
@@ -773,3 +773,17 @@ def test_a_flushed_send_buffer_gets_a_successor():
         assert first.closed
 
     asyncio.run(check())
+
+
+def test_what_is_known_of_restarts_is_of_the_newest_shuffles() -> None:
+    counters = ShuffleCounters()
+    assert [counters.restarted("first", run) for run in (1, 1, 2)] == [1, 1, 2]  # a run counts once
+    for n in range(RESTARTED - 1):
+        assert counters.restarted(f"other-{n}", 1) == 1
+    assert counters.restarted("first", 3) == 3  # and is the newest now
+    for n in range(RESTARTED - 1):
+        counters.restarted(f"later-{n}", 1)
+    assert counters.restarted("first", 4) == 4
+    for n in range(RESTARTED):
+        counters.restarted(f"last-{n}", 1)
+    assert counters.restarted("first", 5) == 1
