@@ -244,6 +244,11 @@ async def _limited(client: Client, work: Awaitable[Any], timeout: float, left: f
     try:
         return await within(timeout if left is None else left, work)
     except TimeoutError as e:
+        if client.status == "connecting":  # again, with refused connections
+            raise NoAnswer(
+                f"the connection to the scheduler at {where!r} is lost, and there is no new one within {timeout:g} s. "
+                "Remedy: look whether it still runs"
+            ) from e
         raise NoAnswer(
             f"the scheduler at {where!r} does not answer within {timeout:g} s. Remedy: look whether its process is "
             "stopped, swapped out or busy (py-spy dump); a longer timeout if it is only slow"

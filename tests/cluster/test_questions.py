@@ -143,6 +143,19 @@ def test_a_client_that_is_closed_in_the_middle_is_said_to_be(question: Any, stat
         asyncio.run(question(client, len, timeout=10))
 
 
+@pytest.mark.parametrize("question", [ask_scheduler, ask_workers])
+def test_a_scheduler_that_has_ended_is_not_said_to_be_busy(question: Any) -> None:
+    """The client tries to connect again meanwhile, and a question waits for that."""
+
+    async def wait(*args: Any, **kwargs: Any) -> None:
+        await asyncio.Event().wait()
+
+    scheduler = types.SimpleNamespace(identity=wait, address="tcp://there")
+    client: Any = types.SimpleNamespace(status="connecting", scheduler=scheduler, run=wait, run_on_scheduler=wait)
+    with pytest.raises(NoAnswer, match=r"connection to the scheduler at 'tcp://there' is lost, .* 0\.1 s"):
+        asyncio.run(question(client, len, timeout=0.1))
+
+
 def test_a_scheduler_with_an_older_package() -> None:
     """A function that is not there is an error of unpickling."""
 
