@@ -120,6 +120,10 @@ class GpurtLocalCluster(LocalCluster):
             self.close()  # ends the thread of the event loop, which Dask leaves
             reason = _reason(e)
             raise reason from reason.__cause__
+        except KeyboardInterrupt:
+            if getattr(self, "status", None) is Status.starting:  # it would go on beside all that the user does next
+                self.close()
+            raise
         except Exception:  # dask-cuda finds wrong arguments after it has started a scheduler, too
             if getattr(self, "status", None) is Status.running:
                 self.close()

@@ -220,6 +220,21 @@ def test_local_cluster_says_what_failed_on_the_scheduler(options: dict[str, Any]
     assert _loops() <= before
 
 
+def test_an_interrupted_start_of_a_local_cluster_is_given_up(tmp_path: Path) -> None:
+    """Else it goes on in its thread, and complains of an interpreter that ends."""
+    preload = tmp_path / "interrupts.py"
+    preload.write_text(
+        "import asyncio, os, signal\n"
+        "async def dask_setup(scheduler):\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    await asyncio.Event().wait()\n"
+    )
+    before = _loops()
+    with pytest.raises(KeyboardInterrupt):
+        dask_gpurt.local_cluster(**ONE, scheduler_kwargs={"preload": [str(preload)]})
+    assert _loops() <= before
+
+
 @pytest.mark.parametrize("folder", ["/proc/none", "a\0b"])
 def test_a_folder_that_none_can_make_is_named_at_once(folder: str) -> None:
     with pytest.raises(
