@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from dask_gpurt import planning
-from dask_gpurt.client.ask import ask
+from dask_gpurt.client.ask import ask, ask_scheduler
 from dask_gpurt.client.connect import ANSWER_SECONDS
 from dask_gpurt.client.state import look
 from dask_gpurt.config import Settings
-from dask_gpurt.errors import ConfigError, InstallError
+from dask_gpurt.errors import ConfigError, GpurtError, InstallError, NoAnswer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from distributed import Client, Scheduler
 
@@ -59,14 +60,21 @@ def attach(client: Asked, *, settings: Mapping[str, Any] | None = None) -> Statu
 
 
 async def _attach_and_look(client: Client, settings: Settings) -> Status:
-    try:
-        reply = await client.run_on_scheduler(_attach, settings=settings)
-    except ImportError as e:
-        raise InstallError(f"the scheduler cannot import dask_gpurt ({e}). Remedy: install dask-gpurt there") from e
-    if reply is not None:
-        raise InstallError(reply)
+    await _on_scheduler(client, _attach, settings=settings)
     planning.keep()
     return await look(client, ANSWER_SECONDS)
+
+
+async def _on_scheduler(client: Client, function: Callable[..., Any], **kwargs: Any) -> None:
+    """Run one of the functions below there, and raise the text that it returns."""
+    try:
+        reply = await ask_scheduler(client, function, timeout=math.inf, **kwargs)  # workers may have much to hand over
+    except NoAnswer:
+        raise
+    except GpurtError as e:
+        raise InstallError(str(e)) from e
+    if reply is not None:
+        raise InstallError(reply)
 
 
 async def _attach(dask_scheduler: Scheduler, settings: Settings) -> str | None:
@@ -99,7 +107,8 @@ def detach(client: Asked) -> None:
     Raises
     ------
     InstallError
-        A part refused to leave, as while a shuffle is running; the text says which and why.
+        A part refused to leave, as while a shuffle is running; the text says which and why. Or the package is missing
+        there.
     NoAnswer
         The scheduler cannot be reached.
     """
@@ -108,9 +117,7 @@ def detach(client: Asked) -> None:
 
 
 async def _take_out(client: Client) -> None:
-    reply = await client.run_on_scheduler(_detach)
-    if reply is not None:
-        raise InstallError(reply)
+    await _on_scheduler(client, _detach)
     planning.forget()
 
 

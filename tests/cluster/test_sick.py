@@ -24,7 +24,7 @@ from distributed.security import Security
 
 import dask_gpurt
 from dask_gpurt.cli import gpurt as commands
-from dask_gpurt.errors import GpurtError, NoAnswer
+from dask_gpurt.errors import GpurtError, InstallError, NoAnswer
 from dask_gpurt.observe.answers.summary import LINES, WIDTH
 
 from .processes import processes, together
@@ -425,4 +425,15 @@ def test_a_scheduler_without_the_package(tmp_path: Path) -> None:
             for ask in (dask_gpurt.explain, dask_gpurt.where):
                 with pytest.raises(GpurtError, match=r"the scheduler cannot import dask_gpurt .* Remedy: install"):
                     ask(client, "x")
+            for change in (dask_gpurt.attach, dask_gpurt.detach):
+                with pytest.raises(InstallError, match=r"the scheduler cannot import dask_gpurt .* Remedy: install"):
+                    change(client)
         assert "the scheduler cannot import" in one_line(gpurt("report", address))
+
+
+@pytest.mark.parametrize("change", [dask_gpurt.attach, dask_gpurt.detach])
+def test_a_scheduler_that_was_killed_is_not_changed(change: Callable[[Client], Any], tmp_path: Path) -> None:
+    with processes(tmp_path) as p, Client(p.scheduler(), timeout=5) as client:
+        p.running[0][0].kill()
+        with pytest.raises(GpurtError, match=r"connection to the scheduler|the client is closed"):
+            change(client)
