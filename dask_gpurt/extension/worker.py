@@ -23,6 +23,7 @@ from dask_gpurt.backends.system import System
 from dask_gpurt.doctor.feed import Feed
 from dask_gpurt.doctor.gpus import Driver
 from dask_gpurt.errors import GpurtError
+from dask_gpurt.extension import interrupts
 from dask_gpurt.extension.fetches import Fetches
 from dask_gpurt.extension.parts import NAME, Parts, versions
 from dask_gpurt.memory import frozen
@@ -87,6 +88,8 @@ class WorkerParts:
         self.preflight: Preflight | None = None
         #: what it has seen of its disk, its peers and its cards
         self.health: Health | None = None
+        #: undoes `interrupts.ignore`
+        self._heed_interrupts: Callable[[], None] = lambda: None
 
     @classmethod
     async def install(cls, worker: Worker, settings: Settings) -> WorkerParts:
@@ -111,6 +114,7 @@ class WorkerParts:
         await self.parts.add("fetches", self._add_fetches)
         await self.parts.add("tiers", self._add_tiers)
         await self._add_what_is_wanted()
+        self._heed_interrupts = interrupts.ignore(worker)
         setattr(worker, ATTRIBUTE, self)
         worker.extensions[NAME] = _CloseHook(self)
         self.follow_safe_mode()
@@ -266,6 +270,7 @@ class WorkerParts:
     async def uninstall(self) -> None:
         """Give the worker back to stock Dask; every key stays readable throughout."""
         await self.end()
+        self._heed_interrupts()
         vars(self.worker).pop(ATTRIBUTE, None)
         if self.worker.status not in _ENDING:  # else it may be at work on them, and they must not change
             self.worker.extensions.pop(NAME, None)

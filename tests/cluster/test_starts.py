@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -401,3 +402,49 @@ def test_a_worker_of_a_nanny_alone() -> None:
     with pytest.raises(RuntimeError) as e:
         asyncio.run(asyncio.wait_for(start(), 60))
     assert any("--gpurt-x" in text for text in _reasons(e.value)), _reasons(e.value)
+
+
+SESSION = """
+import signal, time
+import dask_gpurt
+
+def handler():
+    return repr(signal.getsignal(signal.SIGINT))
+
+if __name__ == "__main__":
+    with dask_gpurt.local_cluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster:
+        with cluster.get_client() as client:
+            slow = client.map(time.sleep, [60] * 2, pure=False)
+            while len(client.processing()) < 2 or not all(client.processing().values()):
+                time.sleep(0.05)
+            try:
+                print("ready", flush=True)
+                client.gather(slow)
+            except KeyboardInterrupt:
+                client.cancel(slow)
+            assert all("_left_to_the_nanny" in h for h in client.run(handler).values())
+            dask_gpurt.detach(client)
+            assert not any("_left_to_the_nanny" in h for h in client.run(handler).values())
+            print(sorted(client.run(lambda x: x + 1, 1).values()), flush=True)
+"""
+
+
+def test_an_interrupted_cell_keeps_its_cluster(tmp_path: Path) -> None:
+    """A notebook and a terminal send the signal to the processes of the workers as well."""
+    script = tmp_path / "session.py"
+    script.write_text(SESSION)
+    session = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert session.stdout is not None
+        assert session.stdout.readline() == "ready\n"
+        os.killpg(session.pid, signal.SIGINT)
+        out, err = session.communicate(timeout=120)
+    finally:
+        session.kill()
+    assert (out, session.returncode) == ("[2, 2]\n", 0), err
