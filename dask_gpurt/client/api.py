@@ -96,8 +96,8 @@ async def _attach(dask_scheduler: Scheduler, settings: Settings) -> str | None:
 def detach(client: Asked) -> None:
     """Take the extension out of the running cluster of `client`: every attribute and plugin is Dask's own again.
 
-    Keys stay readable throughout; spilled ones are handed to Dask's own spill buffer. Without the
-    extension it does nothing.
+    Keys stay readable throughout; spilled ones are handed to Dask's own spill buffer. Where the extension is
+    not installed, nothing is done.
 
     Parameters
     ----------
@@ -107,8 +107,8 @@ def detach(client: Asked) -> None:
     Raises
     ------
     InstallError
-        A part refused to leave, as while a shuffle is running; the text says which and why. Or the package is missing
-        there.
+        A part refused to leave, as while a shuffle is running, or the scheduler cannot import the package; the text
+        says which and why.
     NoAnswer
         The scheduler cannot be reached.
     """

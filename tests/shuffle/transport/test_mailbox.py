@@ -302,21 +302,29 @@ class Ways:
             ended(Receipt("the run ended", lost=True))
 
 
+def plane_with_a_route(
+    chooser: TransportChooser, way: Ways, count: Any = lambda **counts: None, limit: int = 0
+) -> Plane:
+    """It has `way` as its transport "tcp", and knows a peer, which asks for credit where it has a `limit`."""
+    plane = Plane(Worker(), ShuffleSettings(enabled=True), count, 1 << 20)
+    run: Any = Run(set())
+    plane.join(run, KEY, bytes(16))
+    route = asyncio.get_running_loop().create_future()
+    card = Card("", "", limit, (), {"tcp": ["", 0]})
+    route.set_result(Route(card, chooser, Header(KEY, bytes(16)), squeezes=True))
+    plane._routes[KEY, "peer"] = route
+    plane.transports._open["tcp"] = way  # type: ignore[assignment]
+    return plane
+
+
 @pytest.mark.parametrize("end", ["stored", "refused", "cancelled"])
 def test_every_message_that_began_ends_for_the_bandwidth(end):
     """Else the link would count as busy for ever."""
 
     async def main() -> None:
-        plane = Plane(Worker(), ShuffleSettings(enabled=True), lambda **counts: None, 1 << 20)
-        run: Any = Run(set())
-        plane.join(run, KEY, bytes(16))
         chooser = TransportChooser(Locality.REMOTE, ["tcp"])
-        route = asyncio.get_running_loop().create_future()
-        card = Card("", "", 0, (), {"tcp": ["", 0]})
-        route.set_result(Route(card, chooser, Header(KEY, bytes(16)), squeezes=True))
-        plane._routes[KEY, "peer"] = route
         submitted: list[Any] = []
-        plane.transports._open["tcp"] = Ways(submitted)  # type: ignore[assignment]
+        plane = plane_with_a_route(chooser, Ways(submitted))
 
         async def safe() -> Any:
             return {"status": "OK"}
@@ -344,15 +352,8 @@ def test_every_message_that_began_ends_for_the_bandwidth(end):
 def test_a_message_that_cannot_be_compressed_goes_as_it_is(error):
     async def main() -> None:
         counted: dict[str, int] = {}
-        plane = Plane(Worker(), ShuffleSettings(enabled=True), counted.update, 1 << 20)
-        run: Any = Run(set())
-        plane.join(run, KEY, bytes(16))
         chooser = TransportChooser(Locality.REMOTE, ["tcp"])
         chooser.pace.best = 1e6
-        route = asyncio.get_running_loop().create_future()
-        card = Card("", "", 0, (), {"tcp": ["", 0]})
-        route.set_result(Route(card, chooser, Header(KEY, bytes(16)), squeezes=True))
-        plane._routes[KEY, "peer"] = route
 
         class Way(Ways):
             def submit(self, ended: Any, *args: Any) -> None:
@@ -360,7 +361,7 @@ def test_a_message_that_cannot_be_compressed_goes_as_it_is(error):
                 ended(Receipt())
 
         submitted: list[Any] = []
-        plane.transports._open["tcp"] = Way(submitted)  # type: ignore[assignment]
+        plane = plane_with_a_route(chooser, Way(submitted), counted.update)
         nothing: Any = None
         frames = [bytes(2 * LEAST)]
         with patch.object(plane._squeezer, "squeeze", side_effect=error):
@@ -375,20 +376,13 @@ def test_a_message_that_cannot_be_compressed_goes_as_it_is(error):
 
 def test_a_way_that_is_lost_before_its_first_message_has_never_worked():
     async def main() -> None:
-        plane = Plane(Worker(), ShuffleSettings(enabled=True), lambda **counts: None, 1 << 20)
-        run: Any = Run(set())
-        plane.join(run, KEY, bytes(16))
-        chooser = TransportChooser(Locality.REMOTE, ["tcp"])
-        route = asyncio.get_running_loop().create_future()
-        route.set_result(Route(Card("", "", 1 << 20, (), {"tcp": ["", 0]}), chooser, Header(KEY, bytes(16))))
-        plane._routes[KEY, "peer"] = route
-
         class Way(Ways):
             def submit(self, ended: Any, *args: Any) -> None:
                 ended(self.submitted.pop(0))
 
+        chooser = TransportChooser(Locality.REMOTE, ["tcp"])
         receipts = [Receipt("no connection", lost=True), Receipt(), Receipt("reset", lost=True)]
-        plane.transports._open["tcp"] = Way(receipts)  # type: ignore[assignment]
+        plane = plane_with_a_route(chooser, Way(receipts), limit=1 << 20)
 
         async def ask(peer: str, question: dict[str, Any]) -> dict[str, Any]:
             return {"status": "OK"}
