@@ -14,7 +14,9 @@ from dask_gpurt.errors import SeamMismatch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-REMEDY = "Nothing was changed. Remedy: use distributed >= 2026.7.1, < 2026.9, or set gpurt.on-error: stock"
+#: the versions of dask and distributed that `setup.cfg` allows
+SUPPORTED = ">=2025.9.1,<2026.9"
+REMEDY = f"Nothing was changed. Remedy: use distributed {SUPPORTED}, or set gpurt.on-error: stock"
 
 
 def require_names(root: object, what: str, paths: Iterable[str]) -> None:

@@ -53,6 +53,7 @@ from distributed.stealing import WorkStealing
 from distributed.utils_comm import retry
 
 from dask_gpurt.errors import SeamMismatch
+from dask_gpurt.model.checks import SUPPORTED
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterator
@@ -235,7 +236,7 @@ def check() -> None:
     if differences:
         raise SeamMismatch(
             f"distributed {distributed.__version__} differs from what the shuffle was written for: "
-            f"{'; '.join(differences)}. Remedy: use distributed >=2026.7.1,<2026.9, or set gpurt.shuffle.enabled: false"
+            f"{'; '.join(differences)}. Remedy: use distributed {SUPPORTED}, or set gpurt.shuffle.enabled: false"
         )
 
 

@@ -12,6 +12,7 @@ from benchmarks.strangers.__main__ import main
 from benchmarks.strangers.catalogue import PROGRAMS, set_of
 from benchmarks.strangers.record import workload
 from dask_gpurt.simulate import Cluster, simulate
+from tests.versions import needs_persist_of_any_client
 
 CHUNK = 16 * 16 * 8
 
@@ -41,6 +42,7 @@ def test_the_held_set_is_not_run_by_accident(arguments: list[str], capsys: pytes
     assert "--issue-ends" in capsys.readouterr().err
 
 
+@needs_persist_of_any_client
 def test_a_recording_has_the_graphs_of_a_client() -> None:
     load = workload("passes", passes, CHUNK, 64e6)
     assert [s.waits for s in load.steps] == [False, True, False, True]

@@ -29,6 +29,7 @@ from dask_gpurt.extension import GpurtScheduler, WorkerParts, on_worker
 from dask_gpurt.extension.delivery import Delivered
 from dask_gpurt.planning.held import HELD
 from dask_gpurt.shuffle.transport import plane
+from tests.versions import needs_pandas_3
 
 from .processes import SCHEDULER_PARTS, processes, together, wait_text
 
@@ -413,6 +414,7 @@ def test_two_who_attach_and_detach_at_once() -> None:
         _assert_stock(client, stock)
 
 
+@needs_pandas_3
 def test_planning_follows_what_the_scheduler_agreed_to() -> None:
     planning.forget()  # an earlier test may have had a client
     with LocalCluster(n_workers=0, processes=False, dashboard_address=":0") as cluster, Client(cluster) as client:

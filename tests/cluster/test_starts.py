@@ -18,6 +18,7 @@ from distributed import Client, LocalCluster, Nanny, Scheduler, SpecCluster
 import dask_gpurt
 from dask_gpurt.client import local
 from dask_gpurt.errors import ConfigError, InstallError
+from tests.versions import needs_nannies_that_end
 
 from .processes import Processes, processes, wait_text
 
@@ -244,6 +245,7 @@ def test_a_folder_that_none_can_make_is_named_at_once(folder: str) -> None:
         dask_gpurt.local_cluster(**ONE, settings={"tiers.directory": folder})
 
 
+@needs_nannies_that_end
 def test_local_cluster_says_why_a_nanny_can_make_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as without room in /dev/shm, or with too many processes of this user."""
     from distributed.process import AsyncProcess
@@ -260,6 +262,7 @@ def test_local_cluster_says_why_a_nanny_can_make_no_process(monkeypatch: pytest.
     assert _loops() <= before
 
 
+@needs_nannies_that_end
 def test_a_script_without_a_guard_is_told_of_it(tmp_path: Path) -> None:
     """Each worker's process runs it again, and ends when it makes a cluster of its own."""
     script = tmp_path / "script.py"

@@ -15,7 +15,7 @@ pytest.importorskip("rmm")
 from dask_gpurt.backends.frames import load, provider_of, reason_for_stock, refused, to_cast
 from tests.backends.host_frames import HostFrame, HostFrames
 from tests.backends.lazy_memory import LazyMemory
-from tests.pandas_3 import needs_pandas_3
+from tests.versions import needs_pandas_3
 
 if TYPE_CHECKING:
     from collections.abc import Callable

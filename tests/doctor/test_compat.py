@@ -92,7 +92,7 @@ def test_one_warning_at_the_start(tmp_path: Path) -> None:
         address = p.scheduler("--preload", "dask_gpurt.preload")
         (_, log), *_ = p.running
         said = wait_text(log, "dask-gpurt: untested here: ")
-        assert "pandas 4.0.0 (tested: 3.1)" in said
+        assert "pandas 4.0.0 (tested: " in said
         assert said.count("untested here") == 1
         _, worker = p.worker(address, "--no-nanny")
         assert wait_text(worker, "dask-gpurt 0.1.0: ").count("untested here") == 1

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.cluster.processes import processes
+from tests.versions import needs_pandas_3
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,7 +44,7 @@ print("not loaded" if held is None else (held.HELD.installed, held.HELD.failed, 
 
 @pytest.mark.parametrize(
     ("preload", "last"),
-    [("[]", "not loaded"), ("dask_gpurt.preload", "(True, None, True)")],
+    [("[]", "not loaded"), pytest.param("dask_gpurt.preload", "(True, None, True)", marks=needs_pandas_3)],
     ids=["stock", "preload"],
 )
 def test_the_same_answers(tmp_path: Path, preload: str, last: str) -> None:

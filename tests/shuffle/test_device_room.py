@@ -20,13 +20,13 @@ from dask_gpurt.tiers.device.setup import DeviceMemory
 from tests.backends import host_frames
 from tests.backends.host_frames import HostFrame
 from tests.backends.lazy_memory import LazyMemory
-from tests.pandas_3 import needs_pandas_3
 from tests.shuffle.helpers import source
 from tests.shuffle.test_device_frames import host, same_rows_of
 from tests.shuffle.test_device_ways import report, statistics
 from tests.tiers.device import test_device_worker
 from tests.tiers.device.host_rmm import HostRmmBackend
 from tests.tiers.device.test_device_worker import KB, make, right
+from tests.versions import needs_pandas_3
 
 pytestmark = pytest.mark.cluster
 INPUTS, ROWS, OUTPUTS = 24, 10_000, 24

@@ -373,7 +373,8 @@ async def test_lost_for_good_is_an_error_with_its_reason(c, s, a, b):
         with pytest.raises(RuntimeError, match="unpack phase") as e:
             await f
         assert "the disk is gone" in str(e.value.__cause__)
-        assert sum(worker_statistics(w)["restarts"] for w in (a, b)) <= 2 * output_builder.RESTARTS
+        # Runs are bounded, and each of the three outputs of one may ask for its restart.
+        assert sum(worker_statistics(w)["restarts"] for w in (a, b)) <= 3 * output_builder.RESTARTS
         await f.cancel()
         await drained(stores)
 

@@ -57,7 +57,7 @@ class Made:
 def go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
     (tmp_path / "list.toml").write_text(
         "[[difference]]\n"
-        f'test = "{M}::listed"\nstock = "passed"\nours = "failed"\nversions = ">=2026"\nreason = "why"\n'
+        f'test = "{M}::listed"\nstock = "passed"\nours = "failed"\nversions = ">=2025"\nreason = "why"\n'
     )
     monkeypatch.setattr(suites, "SUITES", (SUITE,))
     monkeypatch.setattr(suites, "make_overlay", lambda *a: None)

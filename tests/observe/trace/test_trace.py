@@ -307,7 +307,7 @@ def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
 
 
 def _work(client: Client) -> None:
-    x = client.scatter(b"x" * 1000)
+    x = client.scatter(b"x" * 1000, hash=False)  # by a name of its own: the one before is still being released
     parts = [dask.delayed(lambda data, i: data * i, pure=False)(x, i, dask_key_name=("part", i)) for i in range(20)]
     total = dask.delayed(lambda parts: sum(map(len, parts)), pure=False)(parts, dask_key_name="total")
     assert client.compute(total).result() == 1000 * sum(range(20))

@@ -9,8 +9,8 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from tests.pandas_3 import needs_pandas_3
 from tests.shuffle.rows.test_pickled_columns import check, shuffled
+from tests.versions import needs_pandas_3
 
 BIG = 2**62 + 1
 LEVELS: dict[str, pd.Index] = {

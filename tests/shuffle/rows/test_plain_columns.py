@@ -19,8 +19,8 @@ from dask_gpurt.shuffle.rows.assemble import Assembler
 from dask_gpurt.shuffle.rows.partition import OutputLayout, split
 from dask_gpurt.shuffle.rows.received_chunk import ReceivedChunk
 from dask_gpurt.shuffle.rows.schema import known_schema
-from tests.pandas_3 import needs_pandas_3
 from tests.shuffle.helpers import mixed
+from tests.versions import needs_pandas_3
 
 STAMP = ["M8[s]", "M8[ms]", "M8[us]", "M8[ns]", "m8[s]", "m8[ns]"]
 KINDS = [

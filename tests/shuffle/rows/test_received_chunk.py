@@ -12,8 +12,8 @@ from dask_gpurt.model import Chunk
 from dask_gpurt.shuffle.rows.assemble import Assembler
 from dask_gpurt.shuffle.rows.partition import OutputLayout, split
 from dask_gpurt.shuffle.rows.received_chunk import ReceivedChunk
-from tests.pandas_3 import needs_pandas_3
 from tests.shuffle.helpers import mixed
+from tests.versions import needs_pandas_3
 
 
 def chunk(inputs=(3, 1), n=100, columns=None) -> ReceivedChunk:
