@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 #: how the reason of a worker begins that did not answer
 NO_ANSWER = "no answer"
+#: how it begins when the connection ended: in most cases the process has, too
+LOST_CONNECTION = f"{NO_ANSWER}, the connection ended"
 
 
 def probe(version: str, codec: str = "none") -> None:
@@ -53,24 +55,23 @@ async def probe_workers(
     """
     from distributed.protocol.pickle import dumps
 
-    msg = {"op": "run", "function": dumps(probe), "args": dumps((__version__, codec)), "wait": True}
+    msg = {"function": dumps(probe), "args": dumps((__version__, codec)), "wait": True}
 
     async def one(address: str) -> str:
+        # Not `Scheduler.broadcast`: it logs an error for a worker whose process ends meanwhile.
         try:
-            answers = await asyncio.wait_for(
-                scheduler.broadcast(msg=msg, workers=[address], on_error="return"), timeout_seconds
-            )
+            answer = await asyncio.wait_for(scheduler.rpc(address).run(**msg, close=True), timeout_seconds)
         except TimeoutError:
             return f"{NO_ANSWER} within {timeout_seconds:g} s"
-        answer = answers.get(address)
-        if isinstance(answer, OSError):
-            return f"{NO_ANSWER}: {answer!r}"
+        except OSError as e:
+            return f"{LOST_CONNECTION}: {e!r}"
+        except Exception as e:
+            return repr(e)
         if isinstance(answer, dict) and answer.get("status") == "OK":
             return ""
         if isinstance(answer, dict):
             return str(answer.get("exception_text") or answer.get("text") or answer.get("status"))
         return repr(answer)
 
-    # One by one: of a broadcast to all that is given up, no answer is left.
     workers = list(workers)
     return dict(zip(workers, await asyncio.gather(*map(one, workers)), strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import logging
 from types import SimpleNamespace
 
 import dask.array as da
@@ -13,7 +14,7 @@ import pytest
 from distributed.core import Status
 from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
 from distributed.shuffle._shuffle import DataFrameShuffleSpec
-from distributed.utils_test import gen_cluster
+from distributed.utils_test import captured_logger, gen_cluster
 
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.errors import InstallError, SeamMismatch
@@ -175,6 +176,38 @@ def test_a_worker_that_does_not_answer_is_asked_again(monkeypatch, hangs):
 
     monkeypatch.setattr(takeover_module, "probe_workers", functools.partial(probe.probe_workers, timeout_seconds=0.3))
     monkeypatch.setattr(takeover_module, "PAUSE_SECONDS", 0.05)
+    check()
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_lost_connection_is_logged_of_workers_that_stay(monkeypatch, stays):
+    """A task that ends its process does so four times, often before the worker was asked. Dask logs that already."""
+
+    @gen_cluster(**TWO)
+    async def check(c, s, a, b):
+        async def ends(comm, **kwargs):
+            comm.abort()
+
+        b.handlers["run"] = ends
+        logged = []
+        monkeypatch.setattr(takeover_module.logger, "warning", lambda text, *args: logged.append(text % args))
+        with captured_logger("distributed.scheduler", level=logging.ERROR) as errors:
+            takeover = await ShuffleTakeover.install(s, ON)
+            assert takeover.able[b.address].startswith("no answer")
+            assert not logged
+            if stays:
+                await until(lambda: logged)
+                assert "the connection ended" in logged[0]
+                assert b.address in logged[0]
+            else:
+                await s.remove_worker(b.address, stimulus_id="test")
+                await until(lambda: b.address not in takeover.able)
+                await takeover._ask([a.address])
+                assert not takeover._unnamed
+                assert not logged
+        assert "broadcast" not in errors.getvalue()
+
+    monkeypatch.setattr(takeover_module, "PAUSE_SECONDS", 0.05 if stays else 60)
     check()
 
 

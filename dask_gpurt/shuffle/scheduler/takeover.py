@@ -31,7 +31,7 @@ from dask_gpurt.errors import InstallError
 from dask_gpurt.model import Event, Sink, null_sink
 from dask_gpurt.model.circuit_breaker import Guard, Part
 from dask_gpurt.shuffle import seam
-from dask_gpurt.shuffle.probe import NO_ANSWER, probe_workers
+from dask_gpurt.shuffle.probe import LOST_CONNECTION, NO_ANSWER, probe_workers
 from dask_gpurt.shuffle.scheduler import output_tasks
 from dask_gpurt.shuffle.scheduler.plugin import GpurtShufflePlugin
 from dask_gpurt.shuffle.scheduler.skew import SkewReport
@@ -75,6 +75,8 @@ class ShuffleTakeover:
         self.settings = settings
         #: worker address -> "" when it can run our spec, else why not; absent: not known yet
         self.able: dict[str, str] = {}
+        #: workers whose connection ended when they were first asked, of which nothing was logged yet
+        self._unnamed: set[str] = set()
         #: new shuffles are Dask's, and outputs stay where they were planned, see `model.safe_mode`
         self.safe = False
         #: called with tasks whose priority was changed after their graph had come
@@ -156,7 +158,11 @@ class ShuffleTakeover:
             silent = await self._ask([a for a in silent if self.able.get(a, "").startswith(NO_ANSWER)])
 
     async def _ask(self, workers: list[str]) -> list[str]:
-        """Note what workers answer. Returns those that do not."""
+        """Note what workers answer. Returns those that do not.
+
+        A lost connection is logged when the worker is still there the next time: else its process has ended, of which
+        Dask's log says all.
+        """
         if not workers:
             return []
         try:
@@ -165,6 +171,7 @@ class ShuffleTakeover:
             self.failed()
             answers = dict.fromkeys(workers, repr(e))
         silent = []
+        self._unnamed &= self.able.keys()  # without those that have left
         for address, reason in answers.items():
             if address not in self.scheduler.workers:
                 continue
@@ -172,7 +179,10 @@ class ShuffleTakeover:
             self.able[address] = reason
             if reason.startswith(NO_ANSWER):
                 silent.append(address)
-            if reason and before is None:
+            if reason.startswith(LOST_CONNECTION) and before is None:
+                self._unnamed.add(address)
+            elif reason and (before is None or address in self._unnamed):
+                self._unnamed.discard(address)
                 logger.warning("worker %s cannot run gpurt's shuffle, Dask's is used: %s", address, reason)
             elif before and not reason:
                 logger.info("worker %s can run gpurt's shuffle", address)
