@@ -129,7 +129,7 @@ def select(pattern: str | None, wide: bool = False) -> list[Suite]:
 def source_version(src: Path) -> str:
     """The version of a checkout of distributed.
 
-    A checkout does not hold its version (it comes from the tag), but it pins dask to the same one: ``dask >=V,<W``.
+    A checkout does not hold its version (it comes from the tag), but it pins dask to the same one: ``dask >=V,<W`` or ``dask == V``.
     Raises ValueError where ``src`` is no such checkout.
     """
     pyproject, tests = src / "pyproject.toml", src / "distributed" / "shuffle" / "tests"
@@ -137,10 +137,10 @@ def source_version(src: Path) -> str:
         raise ValueError(
             f"{src} is no checkout of dask/distributed: it lacks pyproject.toml or distributed/shuffle/tests"
         )
-    found = re.search(r"""["']dask\s*>=\s*([0-9.]+)\s*,""", pyproject.read_text())
+    found = re.search(r"""["']dask\s*(?:>=\s*([0-9.]+)\s*,|==\s*([0-9.]+)["'])""", pyproject.read_text())
     if not found:
         raise ValueError(f"{pyproject} does not pin dask (dask >=VERSION,<NEXT): its version cannot be known")
-    return found.group(1)
+    return found.group(1) or found.group(2)
 
 
 def _installed(package: str) -> Path:
@@ -166,6 +166,8 @@ def make_overlay(package: str, target: Path, ini: Path, src: Path | None = None)
     for tests in sorted((src / package).rglob("tests")):
         if tests.is_dir():
             shutil.copytree(tests, target / tests.relative_to(src), ignore=no_cache, dirs_exist_ok=True)
+    for plugin in (src / package).glob("pytest_*.py"):  # the conftest loads it, and older wheels lack it
+        shutil.copy(plugin, target / package)
     shutil.copy(src / "conftest.py", target)
     shutil.copy(src / "pyproject.toml", target)
 

@@ -133,8 +133,9 @@ def test_source_version(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no checkout"):
         suites.source_version(tmp_path)
     (tmp_path / "distributed/shuffle/tests").mkdir(parents=True)
-    (tmp_path / "pyproject.toml").write_text('dependencies = ["click", "dask >=2026.7.1,<2026.7.2"]')
-    assert suites.source_version(tmp_path) == "2026.7.1"
+    for pin, version in (("dask >=2026.7.1,<2026.7.2", "2026.7.1"), ("dask == 2025.9.1", "2025.9.1")):
+        (tmp_path / "pyproject.toml").write_text(f'dependencies = ["click", "{pin}"]')
+        assert suites.source_version(tmp_path) == version
     (tmp_path / "pyproject.toml").write_text('dependencies = ["dask"]')
     with pytest.raises(ValueError, match="does not pin dask"):
         suites.source_version(tmp_path)
