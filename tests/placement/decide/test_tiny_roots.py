@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import pandas as pd
 import pytest
 from distributed.utils_test import gen_cluster
 
 from dask_gpurt.placement.decide.root_blocks import RootBlocks
 from dask_gpurt.placement.decide.root_times import AHEAD_SHARE
-from dask_gpurt.placement.decide.tiny_roots import BANNED, STRIKES, TinyRoots
+from dask_gpurt.placement.decide.tiny_roots import BANNED, CARRIED_BYTES, STRIKES, TinyRoots
 from tests.placement.clusters import FOUR, install
 from tests.placement.fakes import FakeWorker, make_engine
 
@@ -53,9 +55,10 @@ class Prefix:
 
 
 class Task:
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, run_spec: object = None) -> None:
         self.key = object()
         self.group = group
+        self.run_spec = run_spec
 
 
 class Script:
@@ -67,15 +70,16 @@ class Script:
         s: Any = self.engine.scheduler
         s.total_nthreads = 4
         s.is_rootish = lambda ts: True
+        s.address = "tcp://10.9.9.9:8786"
         s.decide_worker_rootish_queuing_disabled = lambda ts: self.workers[0]
         self.tiny = TinyRoots(self.engine.tables, RootBlocks())
         self.now = 0.0
         self.engine.tables.clock = lambda: self.now
 
-    def arrives(self, group: Group) -> bool:
+    def arrives(self, group: Group, run_spec: object = None) -> bool:
         """Whether the group is given out at once."""
         self.tiny.graph_arrived()
-        task: Any = Task(group)
+        task: Any = Task(group, run_spec)
         return self.tiny.at_once(task) and self.tiny.worker(task) is self.workers[0]
 
     def runs(
@@ -100,6 +104,36 @@ def test_what_is_repeated_and_tiny_goes_at_once() -> None:
         assert s.arrives(group) is answer
         s.runs(group, SHORT)
     assert s.tiny.given == 2
+
+
+class _Unpicklable:
+    def __reduce__(self) -> Any:
+        raise OSError("not now")
+
+
+@pytest.mark.parametrize("near", [False, True])
+@pytest.mark.parametrize(
+    ("run_spec", "answer"),
+    [
+        (("sum", np.zeros(CARRIED_BYTES // 16)), True),
+        (("sum", np.zeros(CARRIED_BYTES // 8)), False),
+        (("sum", pd.DataFrame({"text": [f"word {i}" for i in range(CARRIED_BYTES // 8)]})), False),
+        (("len", b"x" * CARRIED_BYTES), False),
+        (_Unpicklable(), False),
+    ],
+    ids=["half", "array", "text", "bytes", "unpicklable"],
+)
+def test_what_carries_data_is_queued(run_spec: object, answer: bool, near: bool) -> None:
+    """A worker behind a slow link would get its even share of it at once."""
+    s, prefix = Script(), Prefix()
+    if near:
+        s.engine.scheduler.address = s.workers[0].address
+        for worker in s.workers:
+            worker.host = s.workers[0].host
+    group = Group(prefix)
+    s.arrives(group, run_spec)
+    s.runs(group, SHORT)
+    assert s.arrives(Group(prefix), run_spec) is (answer or near)
 
 
 def test_of_very_many_groups_at_work_not_all_are_followed() -> None:
