@@ -129,8 +129,8 @@ def select(pattern: str | None, wide: bool = False) -> list[Suite]:
 def source_version(src: Path) -> str:
     """The version of a checkout of distributed.
 
-    A checkout does not hold its version (it comes from the tag), but it pins dask to the same one: ``dask >=V,<W`` or ``dask == V``.
-    Raises ValueError where ``src`` is no such checkout.
+    A checkout does not hold its version (it comes from the tag), but it pins dask to the same one: ``dask >=V,<W`` or
+    ``dask == V``. Raises ValueError where ``src`` is no such checkout.
     """
     pyproject, tests = src / "pyproject.toml", src / "distributed" / "shuffle" / "tests"
     if not pyproject.is_file() or not tests.is_dir():

@@ -30,7 +30,6 @@ queue costs (0.2 ms of the scheduler a task, four messages a phase). On a machin
 from __future__ import annotations
 
 import math
-import pickle
 from typing import TYPE_CHECKING, NamedTuple
 
 from distributed.comm import get_address_host
@@ -40,6 +39,8 @@ from dask_gpurt.placement.decide.root_times import AHEAD_SHARE, ROUND_TRIP_SECON
 from dask_gpurt.placement.tables import worker_facts
 
 if TYPE_CHECKING:
+    import pickle
+
     from distributed.scheduler import TaskGroup, TaskState, WorkerState
 
     from dask_gpurt.placement.decide.root_blocks import RootBlocks
