@@ -16,10 +16,10 @@ of roots before they have run, so a group is queued unless all of this holds:
 4. It has not been slower at once than queued (`STRIKES`).
 5. When its first root is ready, no worker has anything in hand but such roots, and tasks that have seceded: none must
    wait behind a long task.
-6. That root carries no data (`CARRIED_BYTES`), as those of ``from_pandas`` do, or all workers are on the scheduler's
-   host. On a slow link its message takes longer than the one that queuing would cost, and a worker behind such a link
-   must get fewer: a shuffle of 12 such roots of 0.7 MB, one of two workers behind 10 Mbit/s, took 8.1 s at once and
-   6.0 s queued. Within a host such roots take 1.05 to 1.2 times as long queued.
+6. That root carries no data (`CARRIED_BYTES`), as those of ``from_pandas`` do, or all workers are on one host. On a
+   slow link its message takes longer than the one that queuing would cost, and a worker behind such a link must get
+   fewer: a shuffle of 12 such roots of 0.7 MB, one of two workers behind 10 Mbit/s, took 8.1 s at once and 6.0 s
+   queued. Within a host such roots take 1.05 to 1.2 times as long queued.
 
 Rejected: durations of the prefix alone. ``lambda`` or ``process`` may be tiny in one graph and load files in the next;
 a group of about as many tasks is a better sign of a computation that is repeated. Also rejected: constants for what a
@@ -32,7 +32,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from distributed.comm import get_address_host
 from distributed.protocol.pickle import dumps
 
 from dask_gpurt.placement.decide.root_times import AHEAD_SHARE, ROUND_TRIP_SECONDS
@@ -221,7 +220,11 @@ class TinyRoots:
         kind = self._tables.durations.kind(ts)
         times = self.times[kind] = _Times(kind, self._tables.clock(), self.busy_seconds)
         looked = Looked(prefix.name, n, sum(states.values()), False, times, results, seconds, group.nbytes_total)
-        if self._is_tiny(looked) and self._nothing_else() and not (self._far() and _carries_data(ts)):
+        if (
+            self._is_tiny(looked)
+            and self._nothing_else()
+            and not (len(self._tables.workers.nodes) > 1 and _carries_data(ts))
+        ):
             looked = looked._replace(at_once=True)
         self._looked[group] = looked
         return looked
@@ -247,12 +250,6 @@ class TinyRoots:
         tiny = sum(group.states["processing"] for group, looked in self._looked.items() if looked.at_once)
         workers = self._tables.scheduler.workers.values()
         return sum(len(ws.processing) - len(ws.long_running) for ws in workers) <= tiny
-
-    def _far(self) -> bool:
-        """Whether messages to some worker cross a network."""
-        tables = self._tables
-        host = get_address_host(tables.scheduler.address)
-        return any(info.ws.host != host for info in tables.workers.all.items)
 
     def clear(self) -> None:
         """Drop the groups at work: the scheduler has forgotten all tasks."""

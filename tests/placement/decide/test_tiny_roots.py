@@ -64,13 +64,12 @@ class Task:
 class Script:
     """A scheduler of four threads to which graphs of one group arrive."""
 
-    def __init__(self) -> None:
-        self.workers = [FakeWorker(i, memory_limit=10**9) for i in range(4)]
+    def __init__(self, host: str = "") -> None:
+        self.workers = [FakeWorker(i, host=host, memory_limit=10**9) for i in range(4)]
         self.engine = make_engine(self.workers)
         s: Any = self.engine.scheduler
         s.total_nthreads = 4
         s.is_rootish = lambda ts: True
-        s.address = "tcp://10.9.9.9:8786"
         s.decide_worker_rootish_queuing_disabled = lambda ts: self.workers[0]
         self.tiny = TinyRoots(self.engine.tables, RootBlocks())
         self.now = 0.0
@@ -125,11 +124,7 @@ class _Unpicklable:
 )
 def test_what_carries_data_is_queued(run_spec: object, answer: bool, near: bool) -> None:
     """A worker behind a slow link would get its even share of it at once."""
-    s, prefix = Script(), Prefix()
-    if near:
-        s.engine.scheduler.address = s.workers[0].address
-        for worker in s.workers:
-            worker.host = s.workers[0].host
+    s, prefix = Script(host="10.0.0.9" if near else ""), Prefix()
     group = Group(prefix)
     s.arrives(group, run_spec)
     s.runs(group, SHORT)
