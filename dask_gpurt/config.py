@@ -98,6 +98,8 @@ class TierSettings:
     pinned_limit: int | None
     #: share [0, 1] of the host budget for values read ahead; 0: none
     prefetch: float
+    #: share [0, 1] of the worker's memory limit for columns of Parquet files; 0: none
+    read_cache: float
 
     @property
     def folders(self) -> tuple[str, ...]:
@@ -242,6 +244,7 @@ def _tiers(tree: Mapping[str, Any]) -> TierSettings:
         device_limit=float(tree["device-limit"]),
         pinned_limit=_bytes_or_auto(tree["pinned-limit"], "gpurt.tiers.pinned-limit"),
         prefetch=float(tree["prefetch"]),
+        read_cache=float(tree["read-cache"]),
     )
 
 

@@ -57,6 +57,8 @@ class Limits:
     watch_low_bytes: int | None
     #: resident set of the process that values may fill it up to; below where distributed's nanny ends it
     ceiling_bytes: int | None
+    #: columns of files that are kept while memory is free
+    reads_bytes: int
     interval_seconds: float
     #: task results are not ours
     shards_only: bool
@@ -89,6 +91,7 @@ def limits_of(worker: Worker, settings: TierSettings, *, shards_only: bool) -> L
         watch_high_bytes=int(limit * spill) if watched else None,
         watch_low_bytes=int(limit * (target or spill)) if watched else None,
         ceiling_bytes=int(limit * ceiling) if watched else None,
+        reads_bytes=int(limit * settings.read_cache) if watched and not shards_only else 0,
         interval_seconds=manager.memory_monitor_interval or 0.1,
         shards_only=shards_only,
     )

@@ -9,6 +9,7 @@ from dask_gpurt.backends import cuda
 from dask_gpurt.memory import reclaim
 from dask_gpurt.memory.pages import pages
 from dask_gpurt.tiers.engine import buffer_roots
+from dask_gpurt.tiers.read_cache import seam as reads
 
 if TYPE_CHECKING:
     from dask_gpurt.model.circuit_breaker import Guard
@@ -95,6 +96,7 @@ class Figures:
             **(_NO_SEAM if seam is None else _of_seam(seam)),
             **self._of_failures(),
             "recycled": pages.statistics(),
+            "read_cache": reads.CACHE.statistics(),
         }
         if self.below.objects is not None:
             out["below"] = self.below.statistics()

@@ -6,7 +6,8 @@ Two triggers move values to disk, as in distributed:
 * the process's resident set above ``distributed.worker.memory.spill``, watched here every ``monitor-interval``, down to
   ``distributed.worker.memory.target``: sizes are estimates, and tasks need memory too.
 
-What waits in `memory.pages` for the next value to be read counts as free, and goes before any value does. While the
+What waits in `memory.pages` for the next value to be read counts as free, and goes before any value does, as do columns
+of files that are kept while memory is free (`tiers.read_cache`). While the
 process is still too large, memory that other parts keep for later (`memory.reclaim`) and what is free inside of
 allocators (`memory.arenas`) is given back too. Where shuffles have raised its thresholds, the allocator keeps much of
 it. To move values then does not make the process smaller, and a worker that distributed has paused for it would stay
@@ -32,6 +33,7 @@ from tornado.ioloop import PeriodicCallback
 from dask_gpurt.memory import reclaim
 from dask_gpurt.memory.arenas import arenas
 from dask_gpurt.memory.pages import pages
+from dask_gpurt.tiers.read_cache import seam as reads
 from dask_gpurt.tiers.threads import run_apart
 
 if TYPE_CHECKING:
@@ -54,17 +56,28 @@ _KEPT_LEAST = 64 << 20
 #: and at most this share of the room that the process leaves to values. (Where libraries fill 172 MiB of 267, 64 MiB
 #: more brought the process above its marks with each value that was read, and the nanny ended it.)
 _KEPT_OF_ROOM = 0.25
+#: share of the room that the process leaves to values, for columns of files that are kept
+_READS_OF_ROOM = 0.5
 #: for the allocator to give back memory, 0.05 ms per MB
 _END_SECONDS = 5.0
 
 
 def _give_back() -> None:
     reclaim.give_back()
+    _release_arrow()
+    arenas.trim()
+
+
+def _release_arrow() -> None:
     # Arrow's own allocator keeps what it freed until it is used again. While it is imported it has no pool yet.
     pool = getattr(sys.modules.get("pyarrow"), "default_memory_pool", None)
     if pool is not None:
         pool().release_unused()
-    arenas.trim()
+
+
+def _give_idle() -> None:
+    pages.trim()
+    _release_arrow()
 
 
 #: bytes that wait for the next value to be read into them, for each worker in this process
@@ -78,6 +91,19 @@ def _allow(watch: MemoryWatch, nbytes: int | None) -> None:
         _allowed[watch] = nbytes
     # If it stayed when the last of them has gone, freed pages would stay in a process without a watch.
     pages.allowance_bytes = max(_allowed.values(), default=0)
+
+
+#: bytes of columns of files that may be kept, by each worker of this process; they share its memory
+_reads: weakref.WeakKeyDictionary[MemoryWatch, int] = weakref.WeakKeyDictionary()
+
+
+def _allow_reads(watch: MemoryWatch, nbytes: int | None) -> int:
+    """Let a worker have so many; None: it has ended. Returns the bytes that were dropped."""
+    if nbytes is None:
+        _reads.pop(watch, None)
+    else:
+        _reads[watch] = nbytes
+    return reads.CACHE.allow(min(_reads.values(), default=0))
 
 
 class MemoryWatch:
@@ -95,6 +121,8 @@ class MemoryWatch:
         self._trimmed = -math.inf
         #: how much may wait where there is room enough
         self._kept_bytes = 0
+        self._reading = False
+        engine.eviction.on_pressed.append(self._pressed)
         #: the allocator is at it
         self._trimming: asyncio.Future[object] | None = None
         self.set_limits(limits)
@@ -120,7 +148,24 @@ class MemoryWatch:
         """Stop for good, and give back what is kept and free: from now on nothing watches it."""
         self.stop()
         _allow(self, None)
+        self._reading = False  # else the engine, as it empties, would allow some again
+        _allow_reads(self, None)
+        reads.uninstall(self)
         await run_apart(_give_back, _END_SECONDS)
+
+    def _allow_reads(self, nbytes: int) -> int:
+        # What is written to disk while columns of it are kept frees nothing, so nothing is kept where values may leave.
+        pressed = self._engine.eviction.pressed
+        allowed = 0 if pressed else max(0, min(self._limits.reads_bytes, nbytes))
+        if allowed and not self._reading:
+            self._reading = True
+            reads.install(self)
+        reads.look()
+        return _allow_reads(self, allowed)
+
+    def _pressed(self) -> None:
+        if self._reading:
+            self._allow_reads(reads.CACHE.allowance_bytes)
 
     def trim(self) -> None:
         """Give back what is kept and free; not too often. In a thread: it takes 0.05 ms per MB that is free."""
@@ -152,13 +197,18 @@ class MemoryWatch:
         # The source that distributed itself uses, and that its tests replace.
         size = self._worker.monitor.get_process_memory()
         idle = pages.idle_bytes
+        kept = reads.CACHE.kept_bytes
         if self._limits.ceiling_bytes is not None and not self._limits.shards_only:
-            room = self._limits.ceiling_bytes - max(0, size - idle - self._engine.resident_bytes)
+            managed = self._engine.resident_bytes
+            room = self._limits.ceiling_bytes - max(0, size - idle - kept - managed)
             self._engine.set_room(room)
             _allow(self, max(0, min(self._kept_bytes, int(_KEPT_OF_ROOM * room))))
+            # Values may be made of what is kept, so it does not count beside them.
+            free = self._limits.ceiling_bytes - max(managed, size - idle - kept)
+            idle += self._allow_reads(int(_READS_OF_ROOM * free))
         if size > high and idle:
             # At once, as values would have to leave for it: the turns of `trim` are half a second apart.
-            self._in_thread(pages.trim)
+            self._in_thread(_give_idle)
             size -= idle
         if size <= high:
             self._engine.shrink(0)

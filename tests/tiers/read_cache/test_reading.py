@@ -1,0 +1,233 @@
+"""Frames of Dask's two readers with the cache, beside those without: all of a frame is compared."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import decimal
+import sys
+from typing import TYPE_CHECKING, Any
+
+import dask
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dask_gpurt.tiers.read_cache import files, seam
+from dask_gpurt.tiers.read_cache.cache import ReadCache
+
+dd = pytest.importorskip("dask.dataframe")
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+READERS = ["fsspec", "arrow"]
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(files, "SETTLED_SECONDS", 0)
+    monkeypatch.setattr(seam, "CACHE", ReadCache())
+    with dask.config.set(scheduler="sync"):
+        yield
+
+
+@contextlib.contextmanager
+def kept(room: int = 1 << 24) -> Iterator[ReadCache]:
+    user = object()
+    seam.install(user)
+    seam.CACHE.allow(room)
+    try:
+        yield seam.CACHE
+    finally:
+        seam.uninstall(user)
+
+
+def frame(index: pd.Index | None = None) -> pd.DataFrame:
+    n = 60
+    whole = np.arange(n)
+    return pd.DataFrame(
+        {
+            "k": whole % 3,
+            "x": whole * 0.5,
+            "text": [None if i % 7 == 0 else f"text {i}" for i in range(n)],
+            "when": pd.Timestamp("2026-01-01", tz="Europe/Zurich") + pd.to_timedelta(whole, "h"),
+            "day": [datetime.date(2026, 1, 1 + i % 28) for i in range(n)],
+            "money": [decimal.Decimal(i) / 4 for i in range(n)],
+            "kind": pd.Categorical([f"c{i % 4}" for i in range(n)]),
+            "many": [[i] * (i % 3) for i in range(n)],
+            "maybe": pd.array([None if i % 5 == 0 else i for i in range(n)], "Int64"),
+        },
+        index=index,
+    )
+
+
+INDEXES = {
+    "range": None,
+    "named": pd.Index(range(100, 160), name="id"),
+    "no name": pd.Index([f"r{i}" for i in range(60)]),
+    "times": pd.date_range("2026-01-01", periods=60, name="t"),
+}
+
+
+def write(path: Path, data: pd.DataFrame, **how: Any) -> str:
+    dd.from_pandas(data, npartitions=3).to_parquet(path, **how)
+    return str(path)
+
+
+def asked(table: Any) -> Iterator[Callable[[], Any]]:
+    """What users ask of a table, each as a function that computes it."""
+    for columns in (["x"], ["text", "k"], ["k", "x"], ["money", "kind", "when"], ["many", "maybe", "day"]):
+        yield lambda c=columns: table[c].compute()
+    yield lambda: table.x.compute()
+    yield lambda: table.compute()
+    yield lambda: table[table.x > 10].compute()
+    yield lambda: table[(table.x > 10) & (table.k == 1)].text.compute()
+    yield lambda: table[table.k.isin([0, 2])].x.compute()
+    yield lambda: table.reset_index().compute()
+    yield lambda: table.index.compute()
+    yield lambda: len(table)
+    yield lambda: table.groupby("k").x.sum().compute()
+
+
+def assert_same(ours: Any, stock: Any) -> None:
+    if isinstance(stock, pd.DataFrame):
+        pd.testing.assert_frame_equal(ours, stock)
+    elif isinstance(stock, pd.Series):
+        pd.testing.assert_series_equal(ours, stock)
+    elif isinstance(stock, pd.Index):
+        pd.testing.assert_index_equal(ours, stock)
+    else:
+        assert ours == stock
+
+
+def compare(open_it: Callable[[], Any]) -> dict[str, int]:
+    stock = [ask() for ask in asked(open_it())]
+    with kept() as cache:
+        for _ in range(3):
+            for ask, expected in zip(asked(open_it()), stock, strict=True):
+                assert_same(ask(), expected)
+        found = cache.statistics()
+    assert found["errors"] == 0
+    return found
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("index", INDEXES)
+@pytest.mark.parametrize("backend", [None, "pyarrow"])
+def test_indexes_and_types(tmp_path: Path, reader: str, index: str, backend: str | None) -> None:
+    path = write(tmp_path / "t", frame(INDEXES[index]))
+    how = {} if backend is None else {"dtype_backend": backend}
+    assert compare(lambda: dd.read_parquet(path, filesystem=reader, **how))["hits"] > 50
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("how", [{"index": False}, {"index": "k"}, {"columns": ["k", "x", "text"]}, {"filters": "x"}])
+def test_what_the_call_asks_for(tmp_path: Path, reader: str, how: dict[str, Any]) -> None:
+    path = write(tmp_path / "t", frame(INDEXES["named"]))
+    if "filters" in how:
+        how = {"filters": [[("x", ">", 5.0)], [("k", "==", 1)]]}
+    table = dd.read_parquet(path, filesystem=reader, **how)
+    stock = [table.x.compute(), table[["text"]].compute(), table.compute()]
+    with kept() as cache:
+        for _ in range(3):
+            again = dd.read_parquet(path, filesystem=reader, **how)
+            for ours, expected in zip(
+                [again.x.compute(), again[["text"]].compute(), again.compute()], stock, strict=True
+            ):
+                assert_same(ours, expected)
+        assert cache.hits
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_folders_for_values_of_a_column(tmp_path: Path, reader: str) -> None:
+    path = write(tmp_path / "t", frame(), partition_on="k")
+
+    def read() -> Any:
+        table = dd.read_parquet(path, filesystem=reader)
+        return table.assign(k=table.k.astype("int64"))
+
+    assert compare(read)["hits"] > 0
+
+
+@pytest.mark.parametrize("split", [True, "infer"])
+def test_row_groups(tmp_path: Path, split: Any) -> None:
+    pq.write_table(pa.Table.from_pandas(frame()), tmp_path / "t.parquet", row_group_size=17)
+    assert compare(lambda: dd.read_parquet(str(tmp_path / "t.parquet"), split_row_groups=split))["hits"] > 50
+
+
+def test_several_files_in_one_partition(tmp_path: Path) -> None:
+    path = write(tmp_path / "t", frame())
+    assert compare(lambda: dd.read_parquet(path, blocksize="1 GiB", aggregate_files=True))["hits"] > 50
+
+
+@pytest.mark.parametrize(
+    ("reader", "options"),
+    [*((reader, {}) for reader in READERS), ("fsspec", {"split_blocks": True, "self_destruct": True})],
+)
+def test_who_changes_a_frame_changes_nothing_kept(tmp_path: Path, reader: str, options: dict[str, Any]) -> None:
+    path = write(tmp_path / "t", frame()[["k", "x", "maybe"]])
+    stock = dd.read_parquet(path, filesystem=reader).compute()
+
+    def spoil(part: pd.DataFrame) -> pd.DataFrame:
+        def change() -> None:
+            part["x"] += 1
+
+        def change_some() -> None:
+            part.loc[:, "k"] = -1
+
+        def change_nulls() -> None:
+            part["maybe"].array[:] = 0
+
+        def change_below() -> None:
+            part["x"].to_numpy()[:] = 7
+
+        for step in (change_some, change, change_nulls, change_below):
+            with contextlib.suppress(ValueError, TypeError):  # read-only, as it is without the cache
+                step()
+        return part
+
+    with kept() as cache:
+        for _ in range(3):
+            table = dd.read_parquet(path, filesystem=reader, **({"arrow_to_pandas": options} if options else {}))
+            table.map_partitions(spoil, meta=table._meta).compute()
+            assert_same(dd.read_parquet(path, filesystem=reader).compute(), stock)
+        assert cache.hits
+
+
+def test_a_file_that_is_gone_is_an_error(tmp_path: Path) -> None:
+    path = write(tmp_path / "t", frame())
+    table = dd.read_parquet(path)
+    with kept():
+        for _ in range(3):
+            table.x.compute()
+        (tmp_path / "t" / "part.1.parquet").unlink()
+        with pytest.raises(FileNotFoundError):
+            table.x.compute()
+
+
+def test_dask_has_its_functions_back() -> None:
+    places = [(vars(getattr(sys.modules[module], cls)), name) for module, cls, name in (seam._PATHS, seam._FRAGMENTS)]
+    before = [names[name] for names, name in places]
+    one, two = object(), object()
+    seam.install(one)
+    seam.install(two)
+    during = [names[name] for names, name in places]
+    assert all(ours is not stock for ours, stock in zip(during, before, strict=True))
+    seam.uninstall(one)
+    assert [names[name] for names, name in places] == during
+    seam.uninstall(two)
+    seam.uninstall(two)
+    assert [names[name] for names, name in places] == before
+
+
+def test_a_reader_that_is_not_what_we_know_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dask.dataframe.io.parquet.arrow import ArrowDatasetEngine
+
+    other = classmethod(lambda cls, path: path)
+    monkeypatch.setattr(ArrowDatasetEngine, "_read_table", other)
+    with kept():
+        assert vars(ArrowDatasetEngine)["_read_table"] is other
