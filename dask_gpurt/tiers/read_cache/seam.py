@@ -10,6 +10,7 @@ classes of the worker's process, and what it puts there does what Dask's own wou
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 import sys
 import threading
@@ -131,10 +132,15 @@ def _of_path(
         unknown = (named and keys is None) or (partitioning and type(partitioning) not in (str, list))
         if unknown or _by_rows(filters, keys):
             # Dask reads by a schema then, and adds no index.
-            return Source(path, (rows, schema), with_index=False, added=added)
+            return Source(path, (rows, _digest(schema)), with_index=False, added=added)
         return Source(path, rows, with_index=True, added=added)
     except (NotPlain, AttributeError, TypeError, ValueError):
         return None
+
+
+def _digest(schema: Any) -> bytes:
+    # An older pyarrow cannot hash a schema that has metadata; as text, types of many fields are cut.
+    return hashlib.blake2b(schema.serialize(), digest_size=16).digest()
 
 
 def _by_rows(filters: Any, keys: Any) -> bool:
@@ -169,4 +175,4 @@ def _of_fragment(fragment: Any, filters: Any, schema: Any) -> Source | None:
         rows = plain(groups, filters, str(fragment.partition_expression))
     except (NotPlain, AttributeError, OSError):
         return None
-    return Source(fragment.path, (rows, schema), with_index=False)
+    return Source(fragment.path, (rows, _digest(schema)), with_index=False)
