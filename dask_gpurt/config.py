@@ -78,8 +78,8 @@ class TierSettings:
     directories: tuple[str, ...]
     #: bytes per worker; None: as much as the disk has
     disk_limit: int | None
-    #: bytes of free space that spilling leaves on the disk
-    disk_reserve: int
+    #: bytes of free space that spilling leaves on the disk; None: see `tiers.storage.disk.quota.reserve_of`
+    disk_reserve: int | None
     #: "auto", "on" or "off"
     direct_io: str
     #: "auto", "none", "lz4" or "zstd"
@@ -235,7 +235,7 @@ def _tiers(tree: Mapping[str, Any]) -> TierSettings:
         host_limit=float(tree["host-limit"]),
         directories=_folders(tree["directory"]),
         disk_limit=None if disk_limit is None else _bytes(disk_limit, "gpurt.tiers.disk-limit"),
-        disk_reserve=_bytes(tree["disk-reserve"], "gpurt.tiers.disk-reserve"),
+        disk_reserve=_bytes_or_auto(tree["disk-reserve"], "gpurt.tiers.disk-reserve"),
         # YAML takes a bare on or off for a boolean.
         direct_io={True: "on", False: "off"}.get(tree["direct-io"], tree["direct-io"]),
         device={True: "on", False: "off"}.get(tree["device"], tree["device"]),

@@ -35,7 +35,7 @@ class Node:
     #: where values are spilled to
     folders: tuple[str, ...]
     #: that is always left free there
-    reserve_bytes: int = 0
+    reserve_bytes: int | None = 0
     #: of a worker
     threads: int | None = None
     memory_limit_bytes: int | None = None

@@ -18,7 +18,7 @@ import numpy as np
 from dask_gpurt.doctor.check import Check
 from dask_gpurt.doctor.finding import fail, ok, warn
 from dask_gpurt.errors import StoreError
-from dask_gpurt.tiers.storage.disk.quota import ODD_FILESYSTEMS, filesystem_of
+from dask_gpurt.tiers.storage.disk.quota import ODD_FILESYSTEMS, filesystem_of, reserve_of
 from dask_gpurt.tiers.storage.disk.tier import DiskTier
 
 if TYPE_CHECKING:
@@ -61,10 +61,11 @@ def _folder(folder: str, node: Node, seconds: float) -> Iterator[Verdict]:
         if space.f_flag & os.ST_RDONLY:
             raise PermissionError(30, os.strerror(30), folder)
         free = space.f_bavail * space.f_frsize
-        if free < node.reserve_bytes + _BYTES:
+        reserve = reserve_of(node.reserve_bytes, space)
+        if free < reserve + _BYTES:
             yield fail(
                 f"{folder} has {free / 1e9:.2f} GB free",
-                expected=f"more than gpurt.tiers.disk-reserve, {node.reserve_bytes / 1e9:.2f} GB",
+                expected=f"more than gpurt.tiers.disk-reserve, {reserve / 1e9:.2f} GB",
                 meaning=lost,
                 remedy="free space, lower gpurt.tiers.disk-reserve, or " + _SETTING,
             )

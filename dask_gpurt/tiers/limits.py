@@ -51,7 +51,8 @@ class Limits:
 
     budget_bytes: int | None
     disk_limit_bytes: int | None
-    disk_reserve_bytes: int
+    #: None: see `storage.disk.quota.reserve_of`
+    disk_reserve_bytes: int | None
     #: resident set of the process at which values go to disk, and until which
     watch_high_bytes: int | None
     watch_low_bytes: int | None

@@ -23,7 +23,7 @@ def test_defaults_fit_the_schema() -> None:
     jsonschema.validate(DEFAULTS, schema())
     settings = Settings.load()
     assert settings.policy == "gpurt"
-    assert settings.tiers.disk_reserve == 2**30
+    assert settings.tiers.disk_reserve is None
 
 
 def test_every_default_has_a_schema_with_a_description_and_back() -> None:

@@ -13,6 +13,7 @@ import shutil
 import stat
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from distributed.core import error_message
 from distributed.protocol.pickle import loads
 from distributed.utils import DequeHandler
 
+from dask_gpurt.config import Settings
 from dask_gpurt.errors import LostData, TierFull
 from dask_gpurt.model import compression
 from dask_gpurt.tiers.storage.disk.quota import filesystem_of
@@ -209,6 +211,26 @@ def test_reserve(tmp_path: Any) -> None:
         disk.write([(0, [b"x"])])
     assert disk.files() == []
     disk.close()
+
+
+def test_the_usual_reserve_leaves_room_on_a_small_disk(tmp_path: Any) -> None:
+    """A volume of 1 GiB took nothing, so a worker that had filled its memory was paused for good."""
+    free = 1 << 30
+    space = SimpleNamespace(f_frsize=4096, f_blocks=(1 << 30) // 4096, f_bavail=free // 4096)
+    small = FaultyOs()
+    small.always["statvfs"] = lambda real, fd: space
+    usual = DiskTier(str(tmp_path / "usual"), reserve_bytes=Settings.load({}).tiers.disk_reserve, os_layer=small)
+    assert usual.free_bytes() == free - (1 << 30) // 10
+    usual.write([(0, [value(1)])])
+    space.f_bavail = (1 << 30) // 10 // 4096
+    with pytest.raises(TierFull, match=rf"less than {(1 << 30) // 10} of .*gpurt\.tiers\.disk-reserve"):
+        usual.write([(0, [value(1)])])
+    space.f_bavail = free // 4096
+    chosen = DiskTier(str(tmp_path / "chosen"), reserve_bytes=1 << 30, os_layer=small)
+    with pytest.raises(TierFull, match="would leave less than"):
+        chosen.write([(0, [value(1)])])
+    usual.close()
+    chosen.close()
 
 
 @every_layout

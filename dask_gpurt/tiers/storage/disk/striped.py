@@ -116,12 +116,12 @@ class Directories:
         self._quota.limit_bytes = nbytes
 
     @property
-    def reserve_bytes(self) -> int:
+    def reserve_bytes(self) -> int | None:
         """Left free on each file system."""
         return self._folders[0].disk.reserve_bytes
 
     @reserve_bytes.setter
-    def reserve_bytes(self, nbytes: int) -> None:
+    def reserve_bytes(self, nbytes: int | None) -> None:
         for folder in self._folders:
             folder.disk.reserve_bytes = nbytes
 

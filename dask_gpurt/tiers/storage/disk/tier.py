@@ -48,6 +48,7 @@ from dask_gpurt.tiers.storage.disk.quota import (
     Quota,
     filesystem_of,
     remove_folder,
+    reserve_of,
 )
 from dask_gpurt.tiers.storage.disk.segments import SEGMENT, Piece, Segments
 
@@ -74,7 +75,7 @@ class DiskTier:
     limit_bytes
         Quota; None: none. Ignored when `quota` is given.
     reserve_bytes
-        Bytes of the file system that are always left free.
+        Bytes of the file system that are always left free; None: see `quota.reserve_of`.
     direct_io
         ``auto``, ``on`` or ``off``. ``on`` where it does not work is an error.
     codec
@@ -100,7 +101,7 @@ class DiskTier:
         directory: str,
         *,
         limit_bytes: int | None = None,
-        reserve_bytes: int = 0,
+        reserve_bytes: int | None = 0,
         direct_io: str = "auto",
         codec: str = "none",
         small_bytes: int = SMALL,
@@ -172,18 +173,23 @@ class DiskTier:
 
     def free_bytes(self) -> int:
         """Bytes that may still be written before the reserve is reached, quota aside."""
+        return self._room()[0]
+
+    def _room(self) -> tuple[int, int]:
+        """Bytes that may still be written, and those that are left free then."""
         with self._folder as fd:
-            stat = self._os.statvfs(fd)
-        return int(stat.f_bavail * stat.f_frsize - self._in_flight.nbytes - self.reserve_bytes)
+            space = self._os.statvfs(fd)
+        reserve = reserve_of(self.reserve_bytes, space)
+        return int(space.f_bavail * space.f_frsize - self._in_flight.nbytes - reserve), reserve
 
     def _claim(self, nbytes: int) -> None:
-        if self.reserve_bytes:
-            free = self.free_bytes()
+        if self.reserve_bytes != 0:
+            free, reserve = self._room()
             if free < nbytes:
                 raise TierFull(
                     errno.ENOSPC,
-                    f"{nbytes} bytes would leave less than {self.reserve_bytes} of "
-                    f"{free + self.reserve_bytes} free on {self.directory}. The value stays in memory. Remedy: free "
+                    f"{nbytes} bytes would leave less than {reserve} of "
+                    f"{free + reserve} free on {self.directory}. The value stays in memory. Remedy: free "
                     "space, set gpurt.tiers.directory, or lower gpurt.tiers.disk-reserve",
                 )
         self.quota.claim(nbytes)
