@@ -101,8 +101,8 @@ def _paths(engine: Any, stock: Any) -> Any:
         source = None
         if cls is engine and type(path) is str and type(columns) is list:
             source = _of_path(path, fs, row_groups, schema, filters, partitions, partition_keys, kwargs)
-        # A name of None is Dask's word for an index without one. It then looks for it, unless pandas' note tells.
-        if source is None or (None in columns and not source.with_index):
+        # A name of None is Dask's word for an index without one. Reading by a schema it looks for pandas' name of such.
+        if source is None or (None in columns and not source.with_index and "__index_level_0__" in schema.names):
             return read(cls, path, fs, row_groups, columns, schema, filters, partitions, partition_keys, **kwargs)
 
         def load(names: list[str]) -> Any:
