@@ -15,8 +15,8 @@ from dask_gpurt.bench.tpch.verdict import words
 FACTS = {"scale": 1, "exercised_on": "a test", "commit": "?", "when": "?"}
 
 
-def cell(query: int, engine: str, seconds: list[float], keys: int = 0, spilled: int = 0) -> Measured:
-    traffic = [Traffic(keys, 0, 0, spilled, 0)] * len(seconds)
+def cell(query: int, engine: str, seconds: list[float], keys: int = 0, spilled: int = 0, kept: int = 0) -> Measured:
+    traffic = [Traffic(keys, 0, 0, spilled, 0, kept=kept)] * len(seconds)
     return Measured(query, engine, seconds=seconds, traffic=traffic)
 
 
@@ -40,6 +40,14 @@ def test_gain_its_origin_and_the_losses() -> None:
     assert "Most of it came from q09 5.50 s (300 MB less written to disk): 100% of all seconds saved." in text
     slower = "q01 is slower (1.50 times, the median of the rounds): 1.50 s against 1.00 s, "
     assert f"{slower}200 MB more received from other workers." in text
+
+
+def test_first_and_later_runs_and_what_was_kept_between_them() -> None:
+    pair = cell(1, "stock", [4.0, 4.0, 4.0]), cell(1, "gpurt", [4.0, 1.0, 2.0], kept=300_000_000)
+    text = "\n".join(words(outcome(*pair)))
+    assert "First runs of each: 4.00 s against 4.00 s (1.00 times); later ones: 1.50 s against 4.00 s (2.67" in text
+    assert "q01 2.00 s (300 MB of files' columns found decoded)" in text
+    assert "First runs" not in "\n".join(words(outcome(cell(1, "stock", [4.0]), cell(1, "gpurt", [1.0]))))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ What is counted (bytes, all workers together):
     stores in files.
 ``shuffled``
     Shards produced by peer-to-peer shuffles, those that stay on their worker included (as serialised).
+``kept``
+    Columns of files that were not decoded, as a worker of the extension had kept them (as decoded).
 ``peak``
     Resident memory of the fullest worker process at its highest (not a sum). The kernel keeps it, and `read` sets it
     back.
@@ -56,6 +58,8 @@ class Traffic:
     keys_spilled: int
     #: shards written to disk
     shards_spilled: int
+    #: columns of files that were found decoded
+    kept: int = 0
     #: resident memory of the fullest worker's process at its highest; 0: the kernel does not say
     peak: int = 0
     #: False if a worker was lost in between, and its counts with it
@@ -125,7 +129,7 @@ def difference(before: Snapshot, after: Snapshot, *, fetched: int = 0) -> Traffi
     return Traffic(**total, peak=peak, complete=complete)
 
 
-_COUNTERS = ("keys", "shards_received", "shuffled", "keys_spilled", "shards_spilled")
+_COUNTERS = ("keys", "shards_received", "shuffled", "keys_spilled", "shards_spilled", "kept")
 
 
 def read(dask_worker: Worker) -> tuple[str, dict[str, int]]:
@@ -147,6 +151,7 @@ def read(dask_worker: Worker) -> tuple[str, dict[str, int]]:
         "shuffled": int(shuffled),
         "keys_spilled": int(spill_metrics.get(("disk-write", "bytes"), 0)),
         "shards_spilled": int(shards_spilled),
+        "kept": 0,
         "peak": _peak(),
     }
     for name, value in _of_extension(dask_worker).items():
@@ -166,11 +171,16 @@ def _peak() -> int:
 
 
 def _of_extension(dask_worker: Worker) -> dict[str, int]:
-    """Bytes that the extension's own shuffle counted on this worker; nothing without the extension."""
+    """Bytes that the extension counted on this worker; nothing without it."""
     # Not imported for this: a stock worker must not load the extension because it was measured.
     counters = sys.modules.get("dask_gpurt.shuffle.counters")
     if counters is None:
         return {}
     statistics = counters.worker_statistics(dask_worker)
     # Its digests have the shards that it encodes for others; those for its own worker are handed over as they are.
-    return {"shards_received": statistics["bytes_received"], "shuffled": statistics["bytes_self"]}
+    reads = sys.modules.get("dask_gpurt.tiers.read_cache.seam")
+    return {
+        "shards_received": statistics["bytes_received"],
+        "shuffled": statistics["bytes_self"],
+        "kept": 0 if reads is None else reads.CACHE.spared_bytes,
+    }

@@ -50,6 +50,7 @@ def _against(outcome: Outcome, baseline: str, engine: str) -> list[str]:
     factor = before / after
     how = f"{factor:.2f} times as fast" if factor >= 1 else f"{1 / factor:.2f} times as slow"
     out.append(f"{engine}: {len(both)} queries in {after:.2f} s, {baseline} in {before:.2f} s: {how}.")
+    out += _first_and_later(both)
     out += _gains(saved, both)
     lost = [q for q, (a, b) in both.items() if _ratio(a, b) > LOSS]
     if not lost:
@@ -60,6 +61,19 @@ def _against(outcome: Outcome, baseline: str, engine: str) -> list[str]:
         by = f"{_ratio(a, b):.2f} times, the median of the rounds"
         out.append(f"q{q:02d} is slower ({by}): {_median(b):.2f} s against {_median(a):.2f} s, {_why(a, b)}.")
     return out
+
+
+def _first_and_later(both: dict[int, tuple[Measured, Measured]]) -> list[str]:
+    """What is kept between runs helps later ones only: plans in the client, columns of files in the workers."""
+    runs = {len(cell.seconds) for pair in both.values() for cell in pair}
+    if len(runs) > 1 or runs == {1}:
+        return []
+    first = [sum(pair[i].seconds[0] for pair in both.values()) for i in (0, 1)]
+    later = [sum(statistics.median(pair[i].seconds[1:]) for pair in both.values()) for i in (0, 1)]
+    return [
+        f"First runs of each: {first[1]:.2f} s against {first[0]:.2f} s ({first[0] / first[1]:.2f} times); "
+        f"later ones: {later[1]:.2f} s against {later[0]:.2f} s ({later[0] / later[1]:.2f} times)."
+    ]
 
 
 def _gains(saved: dict[int, float], both: dict[int, tuple[Measured, Measured]]) -> list[str]:
@@ -95,6 +109,9 @@ def _difference(baseline: Measured, case: Measured, *, more: bool) -> str:
         change = (b - a if more else a - b) / 1e6
         if change > max(_FEWEST_MB, _SMALLEST_SHARE * max(a, b) / 1e6):
             out.append(f"{change:.0f} MB {'more' if more else 'less'} {verb}")
+    kept = 0 if more else (case.bytes("kept") or 0) / 1e6
+    if kept > _FEWEST_MB:
+        out.append(f"{kept:.0f} MB of files' columns found decoded")
     return ", ".join(out)
 
 
