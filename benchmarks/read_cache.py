@@ -88,7 +88,12 @@ def cases(folder: str, runs: int, rows: int) -> dict[str, Callable[[int], Any]]:
 @contextlib.contextmanager
 def cluster(variant: str) -> Iterator[Client]:
     """Two workers of one thread."""
-    options = {"n_workers": 2, "threads_per_worker": 1, "memory_limit": LIMIT, "dashboard_address": ":0"}
+    options: dict[str, Any] = {
+        "n_workers": 2,
+        "threads_per_worker": 1,
+        "memory_limit": LIMIT,
+        "dashboard_address": ":0",
+    }
     settings = {"tiers.read-cache": 0 if variant == "off" else 0.2}
     made = LocalCluster(**options) if variant == "stock" else dask_gpurt.local_cluster(settings=settings, **options)
     with made as running, Client(running) as client:
@@ -135,7 +140,7 @@ def main() -> None:
                         wait(held[variant])
                 seconds: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
                 peaks: dict[str, list[int]] = {variant: [] for variant in VARIANTS}
-                answers = {}
+                answers: dict[int, str] = {}
                 for i, variant in compare.turns(list(clients), args.runs + FIRST):
                     took, most, answer = run(clients[variant], ask, i)
                     if answers.setdefault(i, answer) != answer:

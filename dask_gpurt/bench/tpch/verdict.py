@@ -70,10 +70,8 @@ def _first_and_later(both: dict[int, tuple[Measured, Measured]]) -> list[str]:
         return []
     first = [sum(pair[i].seconds[0] for pair in both.values()) for i in (0, 1)]
     later = [sum(statistics.median(pair[i].seconds[1:]) for pair in both.values()) for i in (0, 1)]
-    return [
-        f"First runs of each: {first[1]:.2f} s against {first[0]:.2f} s ({first[0] / first[1]:.2f} times); "
-        f"later ones: {later[1]:.2f} s against {later[0]:.2f} s ({later[0] / later[1]:.2f} times)."
-    ]
+    said = [f"{b:.2f} s against {a:.2f} s ({a / b:.2f} times)" for a, b in (first, later)]
+    return [f"First runs of each: {said[0]}; later ones: {said[1]}."]
 
 
 def _gains(saved: dict[int, float], both: dict[int, tuple[Measured, Measured]]) -> list[str]:

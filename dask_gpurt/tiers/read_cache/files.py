@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import datetime
 import decimal
+import hashlib
 import os
 import stat
 import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable
+    from collections.abc import Iterable
 
 #: a file that changed so recently may change again in the same tick of its file system's clock; seconds. Ticks are
 #: milliseconds, two seconds on FAT
@@ -51,7 +52,7 @@ def stamp(path: str) -> tuple[int, ...] | None:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
-def plain(*values: Any) -> Hashable:
+def plain(*values: Any) -> bytes:
     """A key that is the same for the same values only.
 
     Raises
@@ -59,27 +60,34 @@ def plain(*values: Any) -> Hashable:
     NotPlain
         There may be two different values with one key: an expression or an array shows only part of itself.
     """
-    left = [MOST_ITEMS]
-    return _plain(values, left)
+    return digest(repr(_plain(values, [MOST_ITEMS])).encode(errors="surrogatepass"))
 
 
-def _plain(value: Any, left: list[int]) -> Hashable:
+def digest(data: Any) -> bytes:
+    """Of bytes, or of a buffer."""
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def _plain(value: Any, left: list[int]) -> tuple[str, Any]:
     left[0] -= 1
     if left[0] < 0:
         raise NotPlain(f"more than {MOST_ITEMS} items")
     kind = type(value)
+    name = f"{kind.__module__}.{kind.__qualname__}"
     if kind in _PLAIN or (kind.__module__.partition(".")[0] in _LIBRARIES and _is_scalar(value)):
-        return kind, repr(value)
+        if value != value:  # Dask asks whether one is the very object numpy.nan
+            raise NotPlain(f"{value!r} is not equal to itself")
+        return name, repr(value)
     if kind in (list, tuple):
-        return kind, _all(value, left)
+        return name, _all(value, left)
     if kind in (set, frozenset):
-        return kind, frozenset(_all(value, left))
+        return name, tuple(sorted(_all(value, left)))
     if kind is dict:
-        return kind, _all(value.items(), left)
+        return name, _all(value.items(), left)
     raise NotPlain(f"{kind.__name__} cannot be compared")
 
 
-def _all(values: Iterable[Any], left: list[int]) -> tuple[Hashable, ...]:
+def _all(values: Iterable[Any], left: list[int]) -> tuple[tuple[str, Any], ...]:
     return tuple(_plain(value, left) for value in values)
 
 

@@ -1,17 +1,19 @@
-"""Where Dask reads Parquet files: `install` asks `CACHE` first, `uninstall` gives Dask its functions back.
+"""Where Dask reads Parquet files: `install` has `CACHE` asked first.
 
 There are two readers. That of pandas' and Dask's default reads a file, or some of its row groups, by a method of an
 engine; a subclass, such as cuDF's, is left alone. That of ``filesystem="arrow"`` reads a fragment of a dataset.
 
 They are functions of classes: tasks name them, and there is no object of a worker's own to put ours on. So this changes
-classes of the worker's process, and what it puts there does what Dask's own would do.
+classes of the worker's process. Once there, ours stay, and where no worker uses the cache they do what Dask's do: a
+graph in this process may name them, and pickle finds a function by its name only while it is there.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import logging
+import os
+import pickle
 import sys
 import threading
 from typing import Any, cast
@@ -19,7 +21,7 @@ from typing import Any, cast
 from dask_gpurt.errors import SeamMismatch
 from dask_gpurt.model.checks import require_call
 from dask_gpurt.tiers.read_cache.cache import ReadCache, Source
-from dask_gpurt.tiers.read_cache.files import NotPlain, plain
+from dask_gpurt.tiers.read_cache.files import NotPlain, digest, plain
 
 logger = logging.getLogger("distributed.worker.gpurt")
 
@@ -29,9 +31,7 @@ CACHE = ReadCache()
 _PATHS = ("dask.dataframe.io.parquet.arrow", "ArrowDatasetEngine", "_read_table")
 _FRAGMENTS = ("dask.dataframe.dask_expr.io.parquet", "ReadParquetPyarrowFS", "_fragment_to_table")
 _lock = threading.Lock()
-#: what was put in place: class, name, Dask's own, ours
-_put: list[tuple[type, str, Any, Any]] = []
-#: readers that were looked at: in place, or not what we know
+#: readers that were looked at: ours is in place, or it is not what we know
 _done: set[str] = set()
 #: the workers of this process that have a cache
 _users: set[int] = set()
@@ -45,17 +45,22 @@ def install(user: object) -> None:
 
 
 def uninstall(user: object) -> None:
-    """A worker needs it no more. With the last one, Dask's functions are put back and all columns are dropped."""
+    """A worker needs it no more. With the last one, all columns are dropped."""
     with _lock:
         _users.discard(id(user))
-        if _users:
-            return
-        for cls, name, stock, ours in _put:
-            if vars(cls).get(name) is ours:  # else somebody has wrapped it, and it goes on as Dask's does
-                setattr(cls, name, stock)
-        _put.clear()
-        _done.clear()
-        CACHE.allow(0)
+        if not _users:
+            CACHE.allow(0)
+
+
+def _forked() -> None:
+    global _lock
+    _lock = threading.Lock()
+    _users.clear()
+    CACHE.forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 def look() -> None:
@@ -72,13 +77,9 @@ def look() -> None:
                 continue
             _done.add(name)
             try:
-                stock = vars(found).get(name)
-                ours = wrap(found, stock)
+                setattr(found, name, wrap(found, vars(found).get(name)))
             except SeamMismatch as e:
                 logger.info("columns of Parquet files are not kept: %s", e)
-                continue
-            _put.append((found, name, stock, ours))
-            setattr(found, name, ours)
 
 
 def _paths(engine: Any, stock: Any) -> Any:
@@ -98,49 +99,55 @@ def _paths(engine: Any, stock: Any) -> Any:
         partition_keys: Any,
         **kwargs: Any,
     ) -> Any:
-        source = None
-        if cls is engine and type(path) is str and type(columns) is list:
-            source = _of_path(path, fs, row_groups, schema, filters, partitions, partition_keys, kwargs)
-        # A name of None is Dask's word for an index without one. Reading by a schema it looks for pandas' name of such.
-        if source is None or (None in columns and not source.with_index and "__index_level_0__" in schema.names):
-            return read(cls, path, fs, row_groups, columns, schema, filters, partitions, partition_keys, **kwargs)
-
-        def load(names: list[str]) -> Any:
+        def load(names: list[Any]) -> Any:
             return read(cls, path, fs, row_groups, names, schema, filters, partitions, partition_keys, **kwargs)
 
-        return CACHE.read(source, [name for name in columns if name is not None], load)
+        def describe() -> Source | None:
+            return _of_path(path, fs, row_groups, columns, schema, filters, partitions, partition_keys, kwargs)
+
+        if CACHE.allowance_bytes <= 0 or cls is not engine or type(path) is not str or type(columns) is not list:
+            return load(columns)
+        # A name of None is Dask's word for an index without one. Reading by a schema it looks for pandas' name of such,
+        # and adds that to the list.
+        if None in columns and "__index_level_0__" in getattr(schema, "names", ()):
+            return load(columns)
+        return CACHE.read(path, describe, [name for name in columns if name is not None], load)
 
     return classmethod(cast("Any", read_table))
 
 
 def _of_path(
-    path: str, fs: Any, row_groups: Any, schema: Any, filters: Any, partitions: Any, keys: Any, kwargs: dict[str, Any]
+    path: str,
+    fs: Any,
+    row_groups: Any,
+    columns: list[Any],
+    schema: Any,
+    filters: Any,
+    partitions: Any,
+    keys: Any,
+    kwargs: dict[str, Any],
 ) -> Source | None:
     from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
     from pyarrow.dataset import ParquetFileFormat
 
-    if type(fs) is not LocalFileSystem:
+    how = dict(kwargs.get("dataset", {}))
+    if type(fs) is not LocalFileSystem or how.pop("format", ParquetFileFormat()) != ParquetFileFormat():
         return None
     try:
-        named = [(partition.name, list(partition.keys)) for partition in partitions or ()]
-        how = dict(kwargs.get("dataset", {}))
-        if "format" in how and how.pop("format") != ParquetFileFormat():
-            return None
-        rows = plain(row_groups, filters, named, keys, how, kwargs.get("read"))
-        added = tuple(name for name, _ in named)
+        # Values of a path are one type where they were asked for, and another one where Dask adds them.
+        added = {partition.name: partition.name in columns for partition in partitions or ()}
+        rows = plain(row_groups, filters, keys, how, kwargs.get("read"), added)
+        for partition in partitions or ():  # up to many thousands
+            rows += digest(pickle.dumps((str(partition.keys.dtype), partition.keys.tolist())))
         partitioning = how.get("partitioning")
-        unknown = (named and keys is None) or (partitioning and type(partitioning) not in (str, list))
-        if unknown or _by_rows(filters, keys):
-            # Dask reads by a schema then, and adds no index.
-            return Source(path, (rows, _digest(schema)), with_index=False, added=added)
-        return Source(path, rows, with_index=True, added=added)
-    except (NotPlain, AttributeError, TypeError, ValueError):
+        unknown = (added and keys is None) or (partitioning and type(partitioning) not in (str, list))
+        by_schema = bool(unknown or _by_rows(filters, keys))  # Dask adds no index then
+        if by_schema:
+            rows += digest(schema.serialize())
+    except (NotPlain, AttributeError, LookupError, TypeError, ValueError):  # something odd, which Dask's reader judges
         return None
-
-
-def _digest(schema: Any) -> bytes:
-    # An older pyarrow cannot hash a schema that has metadata; as text, types of many fields are cut.
-    return hashlib.blake2b(schema.serialize(), digest_size=16).digest()
+    along = tuple(name for name, is_asked in added.items() if not is_asked)
+    return Source(path, digest(rows), with_index=not by_schema, added=along)
 
 
 def _by_rows(filters: Any, keys: Any) -> bool:
@@ -155,24 +162,28 @@ def _fragments(_: Any, stock: Any) -> Any:
 
     @functools.wraps(read)
     def fragment_to_table(fragment_wrapper: Any, filters: Any, columns: Any, schema: Any) -> Any:
-        source = None
-        if type(columns) is list:
-            source = _of_fragment(getattr(fragment_wrapper, "fragment", fragment_wrapper), filters, schema)
-        if source is None:
-            return read(fragment_wrapper, filters, columns, schema)
-        return CACHE.read(source, columns, lambda names: read(fragment_wrapper, filters, names, schema))
+        def load(names: list[Any]) -> Any:
+            return read(fragment_wrapper, filters, names, schema)
+
+        # As it came from the scheduler. One that was read before knows the file as it was then.
+        packed = getattr(fragment_wrapper, "_fragment_packed", None)
+        used = getattr(fragment_wrapper, "_fragment", None) is not None
+        if CACHE.allowance_bytes <= 0 or used or type(packed) is not tuple or type(columns) is not list:
+            return load(columns)
+        path = packed[1] if len(packed) == 5 and type(packed[1]) is str else ""
+        return CACHE.read(path, lambda: _of_fragment(packed, filters, schema), columns, load)
 
     return staticmethod(fragment_to_table)
 
 
-def _of_fragment(fragment: Any, filters: Any, schema: Any) -> Source | None:
+def _of_fragment(packed: tuple[Any, ...], filters: Any, schema: Any) -> Source | None:
     from pyarrow.fs import LocalFileSystem
 
-    if type(getattr(fragment, "filesystem", None)) is not LocalFileSystem or fragment.buffer is not None:
+    options, path, fs, where, size = packed
+    if options is not None or type(pickle.loads(fs)) is not LocalFileSystem:
         return None
     try:
-        groups = [group.id for group in fragment.row_groups]
-        rows = plain(groups, filters, str(fragment.partition_expression))
-    except (NotPlain, AttributeError, OSError):
+        rows = plain(filters, str(where), size) + digest(schema.serialize())
+    except (NotPlain, AttributeError):
         return None
-    return Source(fragment.path, (rows, _digest(schema)), with_index=False)
+    return Source(path, digest(rows), with_index=False)

@@ -75,11 +75,6 @@ def _release_arrow() -> None:
         pool().release_unused()
 
 
-def _give_idle() -> None:
-    pages.trim()
-    _release_arrow()
-
-
 #: bytes that wait for the next value to be read into them, for each worker in this process
 _allowed: weakref.WeakKeyDictionary[MemoryWatch, int] = weakref.WeakKeyDictionary()
 
@@ -94,16 +89,16 @@ def _allow(watch: MemoryWatch, nbytes: int | None) -> None:
 
 
 #: bytes of columns of files that may be kept, by each worker of this process; they share its memory
-_reads: weakref.WeakKeyDictionary[MemoryWatch, int] = weakref.WeakKeyDictionary()
+_shares: weakref.WeakKeyDictionary[MemoryWatch, int] = weakref.WeakKeyDictionary()
 
 
 def _allow_reads(watch: MemoryWatch, nbytes: int | None) -> int:
     """Let a worker have so many; None: it has ended. Returns the bytes that were dropped."""
     if nbytes is None:
-        _reads.pop(watch, None)
+        _shares.pop(watch, None)
     else:
-        _reads[watch] = nbytes
-    return reads.CACHE.allow(min(_reads.values(), default=0))
+        _shares[watch] = nbytes
+    return reads.CACHE.allow(min(_shares.values(), default=0))
 
 
 class MemoryWatch:
@@ -121,7 +116,10 @@ class MemoryWatch:
         self._trimmed = -math.inf
         #: how much may wait where there is room enough
         self._kept_bytes = 0
-        self._reading = False
+        #: it has asked for a share of the read cache
+        self._reads = False
+        #: bytes of columns that were dropped, and that Arrow's allocator may still have
+        self._dropped_bytes = 0
         engine.eviction.on_pressed.append(self._pressed)
         #: the allocator is at it
         self._trimming: asyncio.Future[object] | None = None
@@ -140,6 +138,7 @@ class MemoryWatch:
     def stop(self) -> None:
         """Look no longer, until `set_limits`."""
         pages.trim()
+        self._allow_reads(0)  # nobody looks at the memory
         if self._callback is not None:
             self._callback.stop()
             self._callback = None
@@ -148,24 +147,36 @@ class MemoryWatch:
         """Stop for good, and give back what is kept and free: from now on nothing watches it."""
         self.stop()
         _allow(self, None)
-        self._reading = False  # else the engine, as it empties, would allow some again
+        self._reads = False  # else the engine, as it empties, would allow some again
         _allow_reads(self, None)
         reads.uninstall(self)
         await run_apart(_give_back, _END_SECONDS)
 
-    def _allow_reads(self, nbytes: int) -> int:
+    def _allow_reads(self, nbytes: int) -> None:
         # What is written to disk while columns of it are kept frees nothing, so nothing is kept where values may leave.
         pressed = self._engine.eviction.pressed
         allowed = 0 if pressed else max(0, min(self._limits.reads_bytes, nbytes))
-        if allowed and not self._reading:
-            self._reading = True
+        if allowed and not self._reads:
+            self._reads = True
             reads.install(self)
+        if not self._reads:
+            return
         reads.look()
-        return _allow_reads(self, allowed)
+        dropped = _allow_reads(self, allowed)
+        if dropped:
+            self._dropped_bytes += dropped
+            releasing = self._in_thread(_release_arrow)
+            if releasing is None:
+                self._dropped_bytes = 0
+            else:
+                releasing.add_done_callback(self._released)
+
+    def _released(self, _: object) -> None:
+        self._dropped_bytes = 0
 
     def _pressed(self) -> None:
-        if self._reading:
-            self._allow_reads(reads.CACHE.allowance_bytes)
+        if self._reads and self._engine.eviction.pressed:
+            self._allow_reads(0)
 
     def trim(self) -> None:
         """Give back what is kept and free; not too often. In a thread: it takes 0.05 ms per MB that is free."""
@@ -200,16 +211,18 @@ class MemoryWatch:
         kept = reads.CACHE.kept_bytes
         if self._limits.ceiling_bytes is not None and not self._limits.shards_only:
             managed = self._engine.resident_bytes
+            kept += self._dropped_bytes
             room = self._limits.ceiling_bytes - max(0, size - idle - kept - managed)
             self._engine.set_room(room)
             _allow(self, max(0, min(self._kept_bytes, int(_KEPT_OF_ROOM * room))))
             # Values may be made of what is kept, so it does not count beside them.
             free = self._limits.ceiling_bytes - max(managed, size - idle - kept)
-            idle += self._allow_reads(int(_READS_OF_ROOM * free))
+            self._allow_reads(int(_READS_OF_ROOM * free))
         if size > high and idle:
             # At once, as values would have to leave for it: the turns of `trim` are half a second apart.
-            self._in_thread(_give_idle)
+            self._in_thread(pages.trim)
             size -= idle
+        size -= self._dropped_bytes
         if size <= high:
             self._engine.shrink(0)
             return

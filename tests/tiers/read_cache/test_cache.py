@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 PANDAS = b'{"index_columns": ["i", {"kind": "range"}]}'
 NAMES = ["a", "b", "c", "i"]
-#: bytes of a column of a thousand rows: numbers, and which of them are there
-COLUMN = 8_000 + 125
+#: bytes of a column of a thousand rows: numbers, which of them are there, and what it takes in Python
+COLUMN = 8_000 + 125 + 2_048
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ class Reader:
     def __init__(self, path: Path, rows: int = 1_000, start: int = 0) -> None:
         self.path = str(path)
         self.loaded: list[list[str]] = []
-        self.source = Source(self.path, "all", with_index=True)
+        self.source = Source(self.path, b"all", with_index=True)
         self.write(rows, start)
 
     def write(self, rows: int, start: int) -> None:
@@ -51,6 +51,9 @@ class Reader:
     def load(self, names: list[str]) -> pa.Table:
         self.loaded.append(list(names))
         return self.stock(names)
+
+    def read(self, cache: ReadCache, names: list[str], load: Callable[[list[str]], pa.Table] | None = None) -> pa.Table:
+        return cache.read(self.path, lambda: self.source, names, load or self.load)
 
     def stock(self, names: list[str]) -> pa.Table:
         return pq.ParquetFile(self.path).read(names, use_pandas_metadata=True)
@@ -69,7 +72,7 @@ def cache() -> ReadCache:
 
 
 def read(cache: ReadCache, reader: Reader, *names: str) -> pa.Table:
-    table = cache.read(reader.source, names, reader.load)
+    table = reader.read(cache, list(names))
     assert_same(table, reader.stock(list(names)))
     return table
 
@@ -102,7 +105,7 @@ def test_only_what_is_missing_is_read(cache: ReadCache, reader: Reader) -> None:
     assert len(reader.loaded) == 4
 
 
-@given(asked=st.lists(st.lists(st.sampled_from(NAMES), unique=True, min_size=1), max_size=12), room=st.integers(0, 40))
+@given(asked=st.lists(st.lists(st.sampled_from(NAMES), unique=True, min_size=1), max_size=12), room=st.integers(0, 50))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_tables_are_those_that_were_read(reader: Reader, asked: list[list[str]], room: int) -> None:
     cache = ReadCache()
@@ -139,7 +142,7 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(cache: ReadCache, read
         return table
 
     for i in range(4):
-        assert cache.read(reader.source, ["a"], load)["a"][0].as_py() == i
+        assert reader.read(cache, ["a"], load)["a"][0].as_py() == i
     assert cache.kept_bytes == 0
 
 
@@ -153,7 +156,7 @@ def test_columns_of_two_versions_are_never_in_one_table(cache: ReadCache, reader
             reader.write(1_000, start=50)
         return reader.load(names)
 
-    assert_same(cache.read(reader.source, ["a", "b"], load), reader.stock(["a", "b"]))
+    assert_same(reader.read(cache, ["a", "b"], load), reader.stock(["a", "b"]))
     assert reader.loaded[-2:] == [["b"], ["a", "b"]]
 
 
@@ -214,7 +217,7 @@ def test_an_error_of_the_reader_is_its_callers(cache: ReadCache, reader: Reader)
 
     for _ in range(MOST_ERRORS + 1):
         with pytest.raises(OSError, match="no such disk"):
-            cache.read(reader.source, ["a"], load)
+            reader.read(cache, ["a"], load)
     assert cache.errors == 0
     read(cache, reader, "a")
 
@@ -240,7 +243,7 @@ def test_a_reader_that_does_something_else_is_left_alone(cache: ReadCache, reade
         return table.append_column("z", table["a"])
 
     for _ in range(4):
-        table = cache.read(reader.source, ["a", "b"], load)
+        table = reader.read(cache, ["a", "b"], load)
         assert_same(table.replace_schema_metadata(), load(["a", "b"]).replace_schema_metadata())
     assert cache.kept_bytes == 0
 
@@ -253,7 +256,7 @@ def test_threads(cache: ReadCache, reader: Reader) -> None:
         try:
             for i in range(60):
                 names = [name for k, name in enumerate(NAMES) if (seed + i) >> k & 1] or ["a"]
-                assert_same(cache.read(reader.source, names, reader.stock), reader.stock(names))
+                assert_same(reader.read(cache, names, reader.stock), reader.stock(names))
                 if i % 20 == seed:
                     cache.allow(1_000 * (i % 40))
         except BaseException as e:
@@ -268,6 +271,51 @@ def test_threads(cache: ReadCache, reader: Reader) -> None:
     cache.allow(0)
     assert cache.kept_bytes == 0
     assert cache.errors == 0
+
+
+def test_columns_without_bytes(cache: ReadCache, tmp_path: Path) -> None:
+    """What a filter leaves nothing of, for example. They stayed when all else was dropped, and the next drop failed."""
+    many = [Reader(tmp_path / str(i), rows=0) for i in range(5)]
+    for _ in range(3):
+        for reader in many:
+            read(cache, reader, "a")
+    assert cache.hits
+    assert cache.kept_bytes >= 10 * 2_048
+    assert cache.allow(0) > 0
+    cache.allow(1 << 20)
+    assert cache.allow(0) == 0
+    assert cache.statistics()["columns"] == cache.kept_bytes == 0
+
+
+def test_what_was_read_once_is_not_remembered_for_ever(
+    cache: ReadCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dask_gpurt.tiers.read_cache.cache.MOST_NAMES", 5)
+    many = [Reader(tmp_path / str(i)) for i in range(9)]
+    for reader in many:
+        read(cache, reader, "a", "b")
+    assert len(cache._known) <= 3
+    monkeypatch.setattr("dask_gpurt.tiers.read_cache.cache.MOST_SOURCES", 2)
+    for reader in many:
+        read(cache, reader, "a")
+    assert len(cache._known) <= 2
+    cache.allow(0)
+    assert not cache._known
+    assert cache._names == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_a_fork_while_another_thread_is_at_it(cache: ReadCache, reader: Reader) -> None:
+    for _ in range(2):
+        read(cache, reader, "a")
+    with cache._lock:
+        child = os.fork()
+        if not child:
+            cache.forked()
+            right = cache.kept_bytes == 0 and cache.read("", lambda: None, ["a"], lambda names: names) == ["a"]
+            os._exit(0 if right else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert cache.kept_bytes
 
 
 @pytest.mark.parametrize(
@@ -291,6 +339,7 @@ def test_what_shows_only_a_part_of_itself_has_no_key() -> None:
         lambda: pd.Series([1]),
         object,
         lambda: pa.scalar("text"),
+        lambda: float("nan"),  # Dask asks for numpy's very own
     ]
     for make in shown:
         with pytest.raises(files.NotPlain):

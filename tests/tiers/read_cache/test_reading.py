@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import datetime
 import decimal
-import sys
+import time
 from typing import TYPE_CHECKING, Any
 
+import cloudpickle
 import dask
 import numpy as np
 import pandas as pd
@@ -31,8 +32,14 @@ READERS = ["fsspec", "arrow"]
 def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(files, "SETTLED_SECONDS", 0)
     monkeypatch.setattr(seam, "CACHE", ReadCache())
-    with dask.config.set(scheduler="sync"):
+    with dask.config.set(scheduler=as_a_worker):
         yield
+
+
+def as_a_worker(dsk: Any, keys: Any, **_: Any) -> Any:
+    """Compute with tasks that came in a message."""
+    tasks = dict(dsk.__dask_graph__() if hasattr(dsk, "__dask_graph__") else dsk)
+    return dask.get(cloudpickle.loads(cloudpickle.dumps(tasks)), keys)
 
 
 @contextlib.contextmanager
@@ -243,19 +250,96 @@ def test_a_file_that_is_gone_is_an_error(tmp_path: Path) -> None:
             table.x.compute()
 
 
-def test_dask_has_its_functions_back() -> None:
-    places = [(vars(getattr(sys.modules[module], cls)), name) for module, cls, name in (seam._PATHS, seam._FRAGMENTS)]
-    before = [names[name] for names, name in places]
-    one, two = object(), object()
-    seam.install(one)
-    seam.install(two)
-    during = [names[name] for names, name in places]
-    assert all(ours is not stock for ours, stock in zip(during, before, strict=True))
-    seam.uninstall(one)
-    assert [names[name] for names, name in places] == during
-    seam.uninstall(two)
-    seam.uninstall(two)
-    assert [names[name] for names, name in places] == before
+def test_a_folders_value_that_is_asked_for_is_another_column(tmp_path: Path) -> None:
+    """Where it is not, Dask adds it as a category. What had come second was returned for both."""
+    for k in "ab":
+        (tmp_path / f"k={k}").mkdir()
+        for i in range(2):
+            pd.DataFrame({"x": np.arange(2.0)}).to_parquet(tmp_path / f"k={k}" / f"{i}.parquet")
+
+    def ask(columns: list[str]) -> Any:
+        table = dd.read_parquet(str(tmp_path), filters=[("x", ">", -1)], blocksize="1GiB", aggregate_files=True)
+        return table[columns].compute()
+
+    stock = ask(["x"]), ask(["x", "k"])
+    with kept() as cache:
+        for room in (1 << 24, 6_000, 1 << 24):  # in between not all files are kept
+            cache.allow(room)
+            for _ in range(3):
+                assert_same(ask(["x"]), stock[0])
+            assert_same(ask(["x", "k"]), stock[1])
+        assert cache.hits
+
+
+def test_a_fragment_that_knows_the_file_as_it_was_is_left_alone(tmp_path: Path) -> None:
+    import pyarrow.dataset as ds
+    from dask.dataframe.dask_expr.io.parquet import FragmentWrapper, ReadParquetPyarrowFS
+
+    def write_columns(*names: str) -> None:
+        time.sleep(0.02)
+        table = pa.table({name: np.arange(1_000) + 1_000_000 * (name == "y") for name in names})
+        pq.write_table(table, tmp_path / "t.parquet", compression="none", use_dictionary=False)
+
+    def fragment() -> Any:
+        (one,) = ds.dataset(str(tmp_path / "t.parquet")).get_fragments()
+        return one
+
+    def read(wrapper: Any) -> int:
+        schema = pa.schema([("x", pa.int64()), ("y", pa.int64())])
+        first: int = ReadParquetPyarrowFS._fragment_to_table(wrapper, None, ["x"], schema)["x"][0].as_py()
+        return first
+
+    write_columns("x", "y")
+    with kept():
+        old = cloudpickle.loads(cloudpickle.dumps(FragmentWrapper(fragment(), None)))
+        assert read(old) == 0
+        write_columns("y", "x")
+        for _ in range(3):
+            assert read(old) == 1_000_000  # as Dask reads it
+            assert read(cloudpickle.loads(cloudpickle.dumps(FragmentWrapper(fragment(), None)))) == 0
+
+
+def test_the_functions_stay_and_do_what_dasks_do(tmp_path: Path) -> None:
+    from dask.dataframe.dask_expr.io.parquet import ReadParquetPyarrowFS
+    from dask.dataframe.io.parquet.arrow import ArrowDatasetEngine
+
+    def here() -> list[Any]:
+        return [vars(ArrowDatasetEngine)["_read_table"], vars(ReadParquetPyarrowFS)["_fragment_to_table"]]
+
+    path = write(tmp_path / "t", frame())
+    stock = dd.read_parquet(path).compute()
+    with kept(), kept():
+        ours = here()
+    assert not seam._users
+    assert here() == ours
+    for _ in range(3):
+        assert_same(dd.read_parquet(path).compute(), stock)
+    assert seam.CACHE.statistics()["columns"] == 0
+    # A graph of this process may name them, and goes to others by name, where this package need not be.
+    for named in (ReadParquetPyarrowFS._fragment_to_table, ArrowDatasetEngine):
+        assert cloudpickle.loads(cloudpickle.dumps(named)) is named
+        assert b"gpurt" not in cloudpickle.dumps(named)
+
+
+def test_others_may_wrap_the_functions_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Installed once more over theirs, ours kept what theirs had made, and returned it as what is in the file."""
+    from dask.dataframe.io.parquet.arrow import ArrowDatasetEngine
+
+    path = write(tmp_path / "t", frame()[["x"]])
+    with kept():
+        pass
+    below = vars(ArrowDatasetEngine)["_read_table"].__func__
+
+    def more(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        table = below(cls, *args, **kwargs)
+        at = table.schema.get_field_index("x")
+        return table if at < 0 else table.set_column(at, "x", pa.compute.add(table["x"], 100))
+
+    monkeypatch.setattr(ArrowDatasetEngine, "_read_table", classmethod(more))
+    for room in (1, 1 << 24, 1 << 24):
+        with kept(room):
+            for _ in range(3):
+                assert dd.read_parquet(path).x.min().compute() == 100
 
 
 def test_a_reader_that_is_not_what_we_know_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,5 +347,6 @@ def test_a_reader_that_is_not_what_we_know_is_left_alone(monkeypatch: pytest.Mon
 
     other = classmethod(lambda cls, path: path)
     monkeypatch.setattr(ArrowDatasetEngine, "_read_table", other)
+    monkeypatch.setattr(seam, "_done", set())
     with kept():
         assert vars(ArrowDatasetEngine)["_read_table"] is other

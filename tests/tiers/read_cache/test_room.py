@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +85,7 @@ def test_nothing_where_values_may_leave(run_rig: RunRig, tmp_path: Path) -> None
         reader = Reader(tmp_path / "x")
         with watching(rig, [30_000_000]) as watch:
             for _ in range(2):
-                seam.CACHE.read(reader.source, ["a"], reader.load)
+                reader.read(seam.CACHE, ["a"])
             assert seam.CACHE.kept_bytes
             rig.store["x"] = bytes(31_000_000)  # more than half of the budget
             await async_poll_for(lambda: seam.CACHE.kept_bytes == 0, timeout=10)
@@ -96,7 +98,7 @@ def test_nothing_where_values_may_leave(run_rig: RunRig, tmp_path: Path) -> None
             rig.store["x"] = bytes(31_000_000)
             await watch.end()
             await async_poll_for(lambda: rig.engine.eviction.pressed, timeout=10)
-            assert not memory_watch._reads  # one that has ended says no more
+            assert not memory_watch._shares  # one that has ended says no more
 
     run_rig(main, budget=60_000_000)
 
@@ -107,7 +109,7 @@ def test_it_goes_before_values(run_rig: RunRig, tmp_path: Path) -> None:
         size = [30_000_000]
         with watching(rig, size) as watch:
             for _ in range(2):
-                seam.CACHE.read(reader.source, ["a"], reader.load)
+                reader.read(seam.CACHE, ["a"])
             kept = seam.CACHE.kept_bytes
             assert kept > 1_000_000
             rig.store["x"] = bytes(5_000_000)
@@ -115,6 +117,59 @@ def test_it_goes_before_values(run_rig: RunRig, tmp_path: Path) -> None:
             watch.look()
             assert seam.CACHE.kept_bytes == 0
             assert (watch.alarms, rig.engine.eviction.used_bytes) == (0, 5_000_000)
+            await watch.end()
+
+    run_rig(main, budget=60_000_000)
+
+
+@pytest.mark.parametrize("limits", [{"shards_only": True, "reads_bytes": 0}, {"watch_high_bytes": None}])
+def test_nothing_without_a_watch(run_rig: RunRig, tmp_path: Path, limits: dict[str, Any]) -> None:
+    async def main(rig: Rig) -> None:
+        reader = Reader(tmp_path / "x", rows=100_000)
+        size = [30_000_000]
+        with watching(rig, size) as watch:
+            for _ in range(2):
+                reader.read(seam.CACHE, ["a"])
+            assert seam.CACHE.kept_bytes
+            watch.set_limits(dataclasses.replace(watch._limits, **limits))
+            watch._callback.stop()  # type: ignore[union-attr]
+            watch.look()
+            assert seam.CACHE.kept_bytes == allowed() == 0
+            await watch.end()
+
+    run_rig(main, budget=60_000_000)
+
+
+def test_what_was_dropped_counts_as_free_until_the_allocator_has_given_it_back(
+    run_rig: RunRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arrow's allocator keeps it, and values left for that."""
+    release = threading.Event()
+    released = threading.Semaphore(0)
+
+    def wait() -> None:
+        release.wait(60)
+        released.release()
+
+    monkeypatch.setattr(memory_watch, "_release_arrow", wait)
+
+    async def main(rig: Rig) -> None:
+        reader = Reader(tmp_path / "x", rows=1_000_000)
+        size = [30_000_000]
+        with watching(rig, size) as watch:
+            for _ in range(2):
+                reader.read(seam.CACHE, ["a"])
+            kept = seam.CACHE.kept_bytes
+            rig.store["x"] = bytes(5_000_000)
+            size[0] = 68_000_000 + kept
+            rig.engine.eviction.press()
+            await async_poll_for(lambda: seam.CACHE.kept_bytes == 0, timeout=10)
+            watch.look()
+            assert (watch.alarms, rig.engine.eviction.used_bytes) == (0, 5_000_000)
+            assert rig.engine.eviction._room_bytes == pytest.approx(7_000_000)
+            release.set()
+            await async_poll_for(lambda: watch._dropped_bytes == 0, timeout=10)
+            assert released.acquire(timeout=10)
             await watch.end()
 
     run_rig(main, budget=60_000_000)
@@ -129,7 +184,7 @@ def test_workers_of_one_process_share_what_the_fullest_allows(run_rig: RunRig) -
             one.look()
             assert allowed() == 20_000_000
             await one.end()
-        assert not memory_watch._reads
+        assert not memory_watch._shares
         assert allowed() == 0
 
     run_rig(main, budget=60_000_000)
