@@ -18,6 +18,7 @@ SEAMS = (
     "placement/takeover/",
     "tiers/worker/seam.py",
     "tiers/worker/spill_buffer.py",
+    "tiers/read_cache/seam.py",  # the functions by which dask.dataframe reads, and what it wraps fragments in
     "shuffle/seam.py",
     "observe/seam.py",
     "extension/seam.py",
