@@ -274,6 +274,8 @@ def _spilling(snapshot: Snapshot) -> Iterable[str]:
         parts.append("nothing was spilled")
     elif ahead:
         parts.append(f"{in_time / ahead:.0%} of {ahead:,.0f} reads ahead in time")
+    if spared := sums.get("tiers.read_cache.spared_bytes", 0):
+        parts.append(f"{bytes_said(spared)} of files' columns not decoded again")
     for name, words in (("tiers.checksum_failures", "wrong checksums"), ("tiers.lost", "values lost, made again")):
         if sums.get(name):
             parts.append(f"{sums[name]:,.0f} {words}")

@@ -105,7 +105,7 @@ class ReadCache:
         #: held for dictionaries only, and for no table
         self._lock = threading.Lock()
         self._known: collections.OrderedDict[Source, _Known] = collections.OrderedDict()
-        #: (source, column) -> `_asked_bytes` at its last use, in the order of those
+        #: (what is known, column) -> `_asked_bytes` at its last use, in the order of those
         self._used: collections.OrderedDict[tuple[_Known, str], int] = collections.OrderedDict()
         #: of all columns that anybody asked for
         self._asked_bytes = 0
@@ -127,7 +127,7 @@ class ReadCache:
         return self._allowance_bytes
 
     def allow(self, nbytes: int) -> int:
-        """Keep so much at most; returns the bytes that were dropped for it. Any other read goes on, too."""
+        """Keep so much at most; returns the bytes that were dropped for it."""
         with self._lock:
             self._allowance_bytes = nbytes
             before = self.kept_bytes

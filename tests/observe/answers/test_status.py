@@ -253,6 +253,12 @@ def test_a_disk_that_takes_nothing_is_not_one_that_was_not_needed() -> None:
     assert got["spilling"].endswith("reads ahead in time, failed writes: 1 (ENOSPC)")
 
 
+def test_what_the_read_cache_found() -> None:
+    found = spilling(read={"bytes": 0}, written={"bytes": 0}, read_cache={"spared_bytes": 600_000_000})
+    got = shown(scheduler(), {A: found, B: found})
+    assert got["spilling"] == "nothing was spilled, 1.2 GB of files' columns not decoded again"
+
+
 def test_why_there_is_no_device_tier() -> None:
     managed = spilling(device_off="RMM allocates managed memory. Remedy: --rmm-async")
     aside = spilling(device={"stands_aside": "cuDF's own spilling is on"})
