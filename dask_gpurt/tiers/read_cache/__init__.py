@@ -6,8 +6,8 @@ where its type is Arrow's. So `cache.ReadCache` keeps columns, as Arrow has them
 What Dask makes of them is the same as ever, and nobody can change them: Arrow's arrays are immutable.
 
 - *Evidence first.* A column is kept when it is read for the second time. What reads everything once has nothing kept.
-- *Spare memory only.* `tiers.worker.memory_watch` says how much may be kept: a share of the worker's limit, and at most
-  half of what is free. It goes before any value does.
+- *Spare memory only.* `tiers.worker.memory_watch` says how much may be kept: a share of the worker's limit, while the
+  process takes less than half of it. It goes before any value does.
 - *Never stale.* `files.stamp` opens the file at each read, as reading it does, and compares what the system says of it.
   A file that changed in the last seconds is not kept: within one tick of the clock it may change again, unseen.
 - *Scans do not flush it.* What is kept stays until four times as much as may be kept was read without a use of it.

@@ -56,8 +56,9 @@ _KEPT_LEAST = 64 << 20
 #: and at most this share of the room that the process leaves to values. (Where libraries fill 172 MiB of 267, 64 MiB
 #: more brought the process above its marks with each value that was read, and the nanny ended it.)
 _KEPT_OF_ROOM = 0.25
-#: share of the room that the process leaves to values, for columns of files that are kept
-_READS_OF_ROOM = 0.5
+#: share of what values may fill the process up to, above which no column of a file is kept: half of the limit. A task
+#: may take the other half in less time than passes between two looks, and the nanny would end the process for them
+_READS_BELOW = 0.7
 #: for the allocator to give back memory, 0.05 ms per MB
 _END_SECONDS = 5.0
 
@@ -216,8 +217,8 @@ class MemoryWatch:
             self._engine.set_room(room)
             _allow(self, max(0, min(self._kept_bytes, int(_KEPT_OF_ROOM * room))))
             # Values may be made of what is kept, so it does not count beside them.
-            free = self._limits.ceiling_bytes - max(managed, size - idle - kept)
-            self._allow_reads(int(_READS_OF_ROOM * free))
+            free = _READS_BELOW * self._limits.ceiling_bytes - max(managed, size - idle - kept)
+            self._allow_reads(int(free))
         if size > high and idle:
             # At once, as values would have to leave for it: the turns of `trim` are half a second apart.
             self._in_thread(pages.trim)
