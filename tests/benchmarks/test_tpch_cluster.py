@@ -249,7 +249,7 @@ def test_queries_survive_a_killed_worker(
 
 
 def test_a_restarted_worker_counts_from_zero() -> None:
-    zero = dict.fromkeys(("keys", "shards_received", "shuffled", "keys_spilled", "shards_spilled", "peak"), 0)
+    zero = dict.fromkeys(("keys", "shards_received", "shuffled", "keys_spilled", "shards_spilled", "kept", "peak"), 0)
     before: Snapshot = {"tcp://a": ("one", {**zero, "keys": 100}), "tcp://b": ("two", {**zero, "keys": 50})}
     after: Snapshot = {
         "tcp://a": ("one", {**zero, "keys": 130, "peak": 5}),

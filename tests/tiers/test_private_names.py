@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 TIERS = Path(dask_gpurt.tiers.__file__).parent
 MODEL = Path(dask_gpurt.model.__file__).parent
-SEAM = {TIERS / "worker" / "seam.py", TIERS / "worker" / "spill_buffer.py"}
+SEAM = {TIERS / "worker" / "seam.py", TIERS / "worker" / "spill_buffer.py", TIERS / "read_cache" / "seam.py"}
 #: private names of pandas, by which frames are looked into; without them their sizeof counts
 PANDAS = {"_mgr", "_pa_array"}
 
