@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 TIERS = Path(dask_gpurt.tiers.__file__).parent
 MODEL = Path(dask_gpurt.model.__file__).parent
-SEAM = {TIERS / "worker" / "seam.py", TIERS / "worker" / "spill_buffer.py", TIERS / "read_cache" / "seam.py"}
+READS = TIERS / "read_cache" / "seam.py"
+SEAM = {TIERS / "worker" / "seam.py", TIERS / "worker" / "spill_buffer.py", READS}
+#: what Dask wraps a fragment of a data set in; without them its reader is not asked
+FRAGMENTS = {"_fragment", "_fragment_packed"}
 #: private names of pandas, by which frames are looked into; without them their sizeof counts
 PANDAS = {"_mgr", "_pa_array"}
 
@@ -100,6 +103,7 @@ def test_the_test_finds(source: str, name: str) -> None:
 @pytest.mark.parametrize("path", sorted(SEAM), ids=lambda p: p.name)
 def test_what_the_seam_uses_is_in_its_tables(path: Path) -> None:
     tables = {name for entry in (*seam.NAMES, *spill_buffer.NAMES) for name in entry.split(".")}
+    tables |= FRAGMENTS if path == READS else set()
     assert foreign(MODULES[path], OURS) <= tables
 
 
