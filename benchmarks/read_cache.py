@@ -119,6 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=300_000, help="of a file")
     parser.add_argument("--runs", type=int, default=5, help="after the first two")
+    parser.add_argument("--cases", nargs="+", default=[], help="only these")
     parser.add_argument("--out", default=os.path.join(data.OUT, "read_cache.json"))
     args = parser.parse_args()
     folder = tempfile.mkdtemp(prefix="gpurt-reads-")
@@ -130,6 +131,8 @@ def main() -> None:
         asked = cases(folder, args.runs, args.rows)
         time.sleep(files.SETTLED_SECONDS + 1)
         for case, ask in asked.items():
+            if args.cases and case not in args.cases:
+                continue
             with contextlib.ExitStack() as stack:
                 clients = {variant: stack.enter_context(cluster(variant)) for variant in VARIANTS}
                 held = {}

@@ -59,6 +59,9 @@ _KEPT_OF_ROOM = 0.25
 #: share of what values may fill the process up to, above which no column of a file is kept: half of the limit. A task
 #: may take the other half in less time than passes between two looks, and the nanny would end the process for them
 _READS_BELOW = 0.7
+#: and no more than was free all through so many seconds: what is dropped in turns with what is kept costs, and gains
+#: nothing (1.06 of the time, where each round of tasks fills the worker)
+_READS_SECONDS = 10.0
 #: for the allocator to give back memory, 0.05 ms per MB
 _END_SECONDS = 5.0
 
@@ -119,6 +122,8 @@ class MemoryWatch:
         self._kept_bytes = 0
         #: it has asked for a share of the read cache
         self._reads = False
+        #: the least that was free for it in the last `_READS_SECONDS`, and since when
+        self._reads_least, self._reads_since = 0, -math.inf
         #: bytes of columns that were dropped, and that Arrow's allocator may still have
         self._dropped_bytes = 0
         engine.eviction.on_pressed.append(self._pressed)
@@ -140,6 +145,7 @@ class MemoryWatch:
         """Look no longer, until `set_limits`."""
         pages.trim()
         self._allow_reads(0)  # nobody looks at the memory
+        self._reads_since = -math.inf
         if self._callback is not None:
             self._callback.stop()
             self._callback = None
@@ -155,8 +161,11 @@ class MemoryWatch:
 
     def _allow_reads(self, nbytes: int) -> None:
         # What is written to disk while columns of it are kept frees nothing, so nothing is kept where values may leave.
-        pressed = self._engine.eviction.pressed
-        allowed = 0 if pressed else max(0, min(self._limits.reads_bytes, nbytes))
+        free = 0 if self._engine.eviction.pressed else max(0, min(self._limits.reads_bytes, nbytes))
+        now = time.monotonic()
+        if free <= self._reads_least or now - self._reads_since >= _READS_SECONDS:
+            self._reads_least, self._reads_since = free, now
+        allowed = self._reads_least
         if allowed and not self._reads:
             self._reads = True
             reads.install(self)

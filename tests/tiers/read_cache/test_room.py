@@ -94,6 +94,9 @@ def test_nothing_where_values_may_leave(run_rig: RunRig, tmp_path: Path) -> None
             assert allowed() == 0
             del rig.store["x"]
             watch.look()
+            assert allowed() == 0  # as much as was free all through the last seconds
+            watch._reads_since -= 60
+            watch.look()
             assert allowed() == 19_000_000
             rig.store["x"] = bytes(31_000_000)
             await watch.end()
@@ -181,6 +184,7 @@ def test_workers_of_one_process_share_what_the_fullest_allows(run_rig: RunRig) -
         with watching(rig, first) as one, watching(rig, second) as two:
             assert allowed() == 4_000_000
             await two.end()
+            one._reads_since -= 60
             one.look()
             assert allowed() == 20_000_000
             await one.end()
