@@ -138,7 +138,7 @@ class ReadCache:
             return before - self.kept_bytes
 
     def forked(self) -> None:
-        """In a child of this process: another thread may hold the lock for good, and nobody watches the memory."""
+        """In a child of this process: another thread may hold the lock for good, and the memory is not watched."""
         self._lock = threading.Lock()
         self.allow(0)
 

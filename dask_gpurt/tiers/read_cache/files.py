@@ -32,7 +32,7 @@ class NotPlain(Exception):
 
 
 def stamp(path: str) -> tuple[int, ...] | None:
-    """What the system says of a file's content, the same as long as nobody changed it; None: it may change unseen.
+    """What the system says of a file's content, the same as long as it was not changed; None: it may change unseen.
 
     The file is opened, as network file systems ask their server only then.
     """

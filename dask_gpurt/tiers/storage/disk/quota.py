@@ -29,13 +29,13 @@ ODD_FILESYSTEMS = {
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-#: left free where nobody chose, but of a file system at most this share: a volume of 1 GiB would take nothing else
+#: left free where it was not chosen, but of a file system at most this share: a volume of 1 GiB would take nothing else
 _RESERVE = 1 << 30
 _RESERVE_SHARE = 0.1
 
 
 def reserve_of(chosen: int | None, space: os.statvfs_result) -> int:
-    """Bytes to leave free on a file system; None: nobody chose."""
+    """Bytes to leave free on a file system; None: the usual."""
     if chosen is not None:
         return chosen
     return min(_RESERVE, int(space.f_blocks * space.f_frsize * _RESERVE_SHARE))
