@@ -3,7 +3,7 @@
 Theory of operation. A query that comes again, or another one over the same table, reads the same columns. Decoding them
 is two fifths of the processor time of TPC-H's queries at scale 1; to make a frame of a decoded column is nearly free
 where its type is Arrow's. So `cache.ReadCache` keeps columns, as Arrow has them, below Dask's conversion to pandas.
-What Dask makes of them is the same as ever, and nobody can change them: Arrow's arrays are immutable.
+What Dask makes of them is the same as ever, and what is kept cannot be changed: Arrow's arrays are immutable.
 
 - *Evidence first.* A column is kept when it is read for the second time. What reads everything once has nothing kept.
 - *Spare memory only.* `tiers.worker.memory_watch` says how much may be kept: a share of the worker's limit, while the

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("distributed.worker.gpurt")
 
-#: what is kept stays until so many times as much as may be kept was read without a use of it. Whoever reads a table of
-#: up to so many times this size in turns then finds a part of it each time; with the least recently used one leaving
-#: first, nothing.
+#: what is kept stays until so many times as much as may be kept was read without a use of it. A table of up to so many
+#: times that size, read again and again, is then found in part. If the least recently used one always left, none of it
+#: would be found
 STALE = 4
 #: sources that are remembered, and names of columns that were read once, some 100 bytes each
 MOST_SOURCES, MOST_NAMES = 4_096, 100_000

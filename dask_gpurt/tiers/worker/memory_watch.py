@@ -6,13 +6,13 @@ Two triggers move values to disk, as in distributed:
 * the process's resident set above ``distributed.worker.memory.spill``, watched here every ``monitor-interval``, down to
   ``distributed.worker.memory.target``: sizes are estimates, and tasks need memory too.
 
-What waits in `memory.pages` for the next value to be read counts as free, and goes before any value does, as do columns
-of files that are kept while memory is free (`tiers.read_cache`). While the
-process is still too large, memory that other parts keep for later (`memory.reclaim`) and what is free inside of
-allocators (`memory.arenas`) is given back too. Where shuffles have raised its thresholds, the allocator keeps much of
-it. To move values then does not make the process smaller, and a worker that distributed has paused for it would stay
-paused for good, with nothing in memory. (Seen: a sort of three times the memory.) So it is given back, too, wherever
-the worker is paused, also where ``spill`` is false and values stay.
+What waits in `memory.pages` for the next value to be read counts as free, and goes before any value does. So do columns
+of files that are kept while memory is free (`tiers.read_cache`). While the process is still too large, memory that
+other parts keep for later (`memory.reclaim`) and what is free inside of allocators (`memory.arenas`) is given back too.
+Where shuffles have raised its thresholds, the allocator keeps much of it. To move values then does not make the process
+smaller, and a worker that distributed has paused for it would stay paused for good, with nothing in memory. (Seen: a
+sort of three times the memory.) So it is given back, too, wherever the worker is paused, also where ``spill`` is false
+and values stay.
 
 Pausing stays with distributed's monitor, which reads the same resident set. The nanny's ``terminate`` stays as well.
 """
@@ -59,8 +59,8 @@ _KEPT_OF_ROOM = 0.25
 #: share of what values may fill the process up to, above which no column of a file is kept: half of the limit. A task
 #: may take the other half in less time than passes between two looks, and the nanny would end the process for them
 _READS_BELOW = 0.7
-#: and no more than was free all through so many seconds: what is dropped in turns with what is kept costs, and gains
-#: nothing (1.06 of the time, where each round of tasks fills the worker)
+#: and no more than was free all through so many seconds, up to twice as many. What is dropped in turns with what is kept
+#: costs, and gains nothing (1.06 of the time, where each round of tasks fills the worker)
 _READS_SECONDS = 10.0
 #: for the allocator to give back memory, 0.05 ms per MB
 _END_SECONDS = 5.0
@@ -122,8 +122,8 @@ class MemoryWatch:
         self._kept_bytes = 0
         #: it has asked for a share of the read cache
         self._reads = False
-        #: the least that was free for it in the last `_READS_SECONDS`, and since when
-        self._reads_least, self._reads_since = 0, -math.inf
+        #: the least that was free for it in the `_READS_SECONDS` before a time, that time, and the least since then
+        self._reads_before, self._reads_since, self._reads_least = math.inf, -math.inf, math.inf
         #: bytes of columns that were dropped, and that Arrow's allocator may still have
         self._dropped_bytes = 0
         engine.eviction.on_pressed.append(self._pressed)
@@ -144,8 +144,8 @@ class MemoryWatch:
     def stop(self) -> None:
         """Look no longer, until `set_limits`."""
         pages.trim()
-        self._allow_reads(0)  # nobody looks at the memory
-        self._reads_since = -math.inf
+        self._allow_reads(0)  # the memory is not watched
+        self._reads_before, self._reads_since, self._reads_least = math.inf, -math.inf, math.inf
         if self._callback is not None:
             self._callback.stop()
             self._callback = None
@@ -163,9 +163,10 @@ class MemoryWatch:
         # What is written to disk while columns of it are kept frees nothing, so nothing is kept where values may leave.
         free = 0 if self._engine.eviction.pressed else max(0, min(self._limits.reads_bytes, nbytes))
         now = time.monotonic()
-        if free <= self._reads_least or now - self._reads_since >= _READS_SECONDS:
-            self._reads_least, self._reads_since = free, now
-        allowed = self._reads_least
+        self._reads_least = min(self._reads_least, free)
+        if now - self._reads_since >= _READS_SECONDS:
+            self._reads_before, self._reads_since, self._reads_least = self._reads_least, now, free
+        allowed = int(min(self._reads_before, self._reads_least))
         if allowed and not self._reads:
             self._reads = True
             reads.install(self)

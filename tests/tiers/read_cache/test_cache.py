@@ -1,4 +1,4 @@
-"""What `ReadCache` keeps, and that nobody can tell its tables from those that were read."""
+"""What `ReadCache` keeps, and that its tables are equal to those that were read."""
 
 from __future__ import annotations
 
