@@ -59,7 +59,7 @@ _KEPT_OF_ROOM = 0.25
 #: share of what values may fill the process up to, above which no column of a file is kept: half of the limit. A task
 #: may take the other half in less time than passes between two looks, and the nanny would end the process for them
 _READS_BELOW = 0.7
-#: and no more than was free all through so many seconds, up to twice as many. What is dropped in turns with what is kept
+#: and no more than was free all through so many seconds, at most twice that. What is dropped in turns with what is kept
 #: costs, and gains nothing (1.06 of the time, where each round of tasks fills the worker)
 _READS_SECONDS = 10.0
 #: for the allocator to give back memory, 0.05 ms per MB
