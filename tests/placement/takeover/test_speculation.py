@@ -34,12 +34,15 @@ three_without_amm = gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 3, ti
 GATES: dict[str, threading.Event] = {}
 #: addresses whose next task fails at its end
 FAILING: set[str] = set()
+#: (worker address, key) of every run that has reached its gate
+INSIDE: set[tuple[str, Any]] = set()
 
 
 @pytest.fixture(autouse=True)
 def gates() -> Iterator[None]:
     GATES.clear()
     FAILING.clear()
+    INSIDE.clear()
     yield
     for gate in GATES.values():
         gate.set()
@@ -49,6 +52,7 @@ def held(*args: Any) -> str:
     """Runs until the gate of its worker is open; returns the worker's address."""
     address = get_worker().address
     gate = GATES.setdefault(address, threading.Event())
+    INSIDE.add((address, get_worker().get_current_task()))
     assert gate.wait(30)
     if address in FAILING:
         FAILING.discard(address)  # once: a retry may come back at once
@@ -60,10 +64,9 @@ def open_gate(worker: Worker) -> None:
     GATES.setdefault(worker.address, threading.Event()).set()
 
 
-def runs(w: Worker, key: str) -> bool:
-    """Whether it executes this key: the run that lost the last round may not have ended yet."""
-    ts = w.state.tasks.get(key)
-    return ts is not None and ts.state == "executing"
+def inside(w: Worker, key: str) -> bool:
+    """Whether it has reached its gate: a run that has not would wait for the gate of the next round."""
+    return (w.address, key) in INSIDE
 
 
 async def started(s: Scheduler) -> PlacementPlugin:
@@ -80,11 +83,11 @@ async def twice(
     plugin = await started(s)
     assert plugin.copies is not None
     f = c.submit(held, pure=False, key="held-1", workers=[first.address], **kw)
-    await until(lambda: first.state.executing_count == 1)
+    await until(lambda: inside(first, "held-1"))
     s.tasks[f.key].worker_restrictions = None
     assert plugin.copies.start(s.tasks[f.key], s.workers[second.address])
     assert not plugin.copies.start(s.tasks[f.key], s.workers[second.address]), "one copy is enough"
-    await until(lambda: second.state.executing_count == 1)
+    await until(lambda: inside(second, "held-1"))
     return plugin, plugin.copies, f
 
 
@@ -155,9 +158,9 @@ async def test_both_at_once(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worke
         for w in (a, b):
             GATES[w.address] = threading.Event()
         f = c.submit(held, pure=False, key=f"held-{i}", workers=[a.address])
-        await until(lambda i=i: runs(a, f"held-{i}"))  # type: ignore[misc]
+        await until(lambda i=i: inside(a, f"held-{i}"))  # type: ignore[misc]
         assert copies.start(s.tasks[f.key], s.workers[b.address])
-        await until(lambda i=i: runs(b, f"held-{i}"))  # type: ignore[misc]
+        await until(lambda i=i: inside(b, f"held-{i}"))  # type: ignore[misc]
         open_gate(b)
         open_gate(a)
         g = c.submit(str, f, workers=[(a if i % 2 else b).address], pure=False)
