@@ -31,8 +31,9 @@ Bounds: `limit` expressions and `MOST_FILES` files of their data sets, the least
 empty frames of at most `seam.MOST_COLUMNS` columns. An exception in here lets everything go, is counted, and leaves
 planning to Dask from then on.
 
-Rejected: a memory of whole plans by the name of the query (it finds nothing for a query that differs in its last
-step); a copy of empty frames by name, put into new expressions (an attribute of theirs would be written).
+Rejected: a memory of whole plans by the query's expression (built and tried: it finds nothing for a query that differs
+in its last step, nor for one whose last step is a function with a list as argument, as in all 22 of TPC-H); a copy of
+empty frames by name, put into new expressions (an attribute of theirs would be written).
 """
 
 from __future__ import annotations
