@@ -199,7 +199,9 @@ def backend_of(driver: HostDriver) -> CudaBackend:
 
 def array_of_numba(data: np.ndarray[Any, Any]) -> Any:
     """Numba's own array, over ordinary memory."""
-    arrays = pytest.importorskip("numba.cuda.cudadrv.devicearray", reason="numba-cuda is not installed")
+    # Numba alone has such arrays, too, but makes none without a driver.
+    pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
+    arrays = pytest.importorskip("numba.cuda.cudadrv.devicearray")
 
     address = ctypes.c_void_p(data.ctypes.data)
     memory = SimpleNamespace(size=data.nbytes, device_ctypes_pointer=address, is_managed=False)
