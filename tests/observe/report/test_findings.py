@@ -194,6 +194,19 @@ def test_a_run_of_a_cluster_with_a_worker_that_says_nothing() -> None:
     assert "No task ended" in page.page(got).render()
 
 
+def test_the_tasks_of_a_run_are_those_that_ended_in_it_by_whatever_clock() -> None:
+    def snapshot(seconds: float, *stops: float) -> dict[str, Any]:
+        rows = [["x", "f", stop - 1.0, stop, 0.0] for stop in stops]
+        scheduler = {"ledger": {"tasks": len(stops)}}
+        return {"time": seconds, "started": 0.0, "scheduler": scheduler, "details": {"rows": rows}, "workers": {}}
+
+    # The worker's clock is two seconds behind, and the last two tasks ended after the first snapshot.
+    got = from_snapshots(snapshot(20.0, 18.5), snapshot(30.0, 18.5, 18.9, 27.0))
+    assert [task.stop for task in got.tasks] == [18.9, 27.0]
+    assert got.task_count == 2
+    assert from_snapshots(snapshot(20.0, 18.5), snapshot(30.0, 18.5)).tasks == ()
+
+
 @pytest.mark.parametrize(("kind", "named"), [("EDQUOT", True), ("ENOSPC", True), ("unpicklable", False)])
 def test_a_disk_that_is_full_is_named_before_memory(kind: str, named: bool) -> None:
     tiers = {"written": {"bytes": 10}, "write_errors": {kind: 3}}
