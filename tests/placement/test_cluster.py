@@ -32,6 +32,7 @@ TWO = [("127.0.0.1", 1)] * 2
 OVERRIDES = (
     "decide_worker_non_rootish",
     "get_comm_cost",
+    "bulk_schedule_unrunnable_after_adding_worker",
     "_TRANSITIONS_TABLE",
     "stimulus_queue_slots_maybe_opened",
     "decide_worker_rootish_queuing_enabled",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import operator
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 from distributed import Worker
+from distributed.core import Status
 from distributed.scheduler import Scheduler
 from distributed.utils_test import NO_AMM, gen_cluster, slowinc
 
@@ -278,5 +280,43 @@ def test_workers_fetch_from_near_holders() -> None:
         await there.close()
         assert await f == 1000
         assert not stats["fallbacks"]
+
+    run()
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_loose_task_begins_on_a_worker_that_runs_later(begun: bool) -> None:
+    # The memory monitor would make the other worker run.
+    @gen_cluster(client=True, nthreads=[("", 1)] * 2, config={"distributed.worker.memory.pause": False})
+    async def run(c: Any, s: Scheduler, a: Worker, b: Worker) -> None:
+        await install(s)
+        b.status = Status.paused  # as one that starts: in the books, and not running
+        await until(lambda: s.workers[b.address].status is Status.paused)
+        f = c.submit(slowinc, 1, delay=5 if begun else 0, key="loose", workers=[a.address], allow_other_workers=True)
+        if begun:
+            await until(lambda: "loose" in s.tasks and s.tasks["loose"].processing_on is not None)
+        else:
+            await f
+        await a.close()
+        await until(lambda: s.tasks["loose"].state == "no-worker")
+        b.status = Status.running
+        assert await asyncio.wait_for(f.result(), 60) == 2
+
+    run()
+
+
+def test_a_loose_task_that_this_package_keeps_stays() -> None:
+    @gen_cluster(client=True, nthreads=[("", 1)] * 2)
+    async def run(c: Any, s: Scheduler, a: Worker, b: Worker) -> None:
+        await install(s)
+        f = c.submit(slowinc, 1, key="kept", workers=["tcp://127.0.0.1:1"])
+        await until(lambda: "kept" in s.tasks and s.tasks["kept"].state == "no-worker")
+        ts = s.tasks["kept"]
+        s.set_restrictions({"kept": {"gpurt://output-is-not-complete"}})
+        ts.loose_restrictions = True
+        assert not s.bulk_schedule_unrunnable_after_adding_worker(s.workers[a.address])
+        s.set_restrictions({"kept": {"tcp://127.0.0.1:1"}})
+        assert s.bulk_schedule_unrunnable_after_adding_worker(s.workers[a.address]) == {"kept": "processing"}
+        f.release()
 
     run()

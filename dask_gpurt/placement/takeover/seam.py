@@ -28,6 +28,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import operator
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -51,6 +52,7 @@ logger = logging.getLogger("distributed.scheduler.gpurt")
 
 #: what an override or the plugin calls or hides: name -> parameters
 SIGNATURES: dict[str, tuple[str, ...]] = {
+    "bulk_schedule_unrunnable_after_adding_worker": ("self", "ws"),
     "decide_worker_non_rootish": ("self", "ts"),
     "decide_worker_rootish_queuing_enabled": ("self",),
     "get_comm_cost": ("self", "ts", "ws"),
@@ -88,6 +90,7 @@ ATTRIBUTES: dict[type, tuple[str, ...]] = {
         "loose_restrictions",
         "nbytes",
         "prefix",
+        "priority",
         "processing_on",
         "resource_restrictions",
         "who_has",
@@ -168,7 +171,7 @@ class Seam(Guard):
         decide: Callable[[TaskState, set[WorkerState] | None], WorkerState | None],
         comm_cost: Callable[[TaskState, WorkerState], float | None],
     ) -> None:
-        """Override both methods, or none. Each of the callables may decline with None.
+        """Override these methods, or none, and wake loose tasks. Each of the callables may decline with None.
 
         Parameters
         ----------
@@ -182,9 +185,11 @@ class Seam(Guard):
         InstallError
             Another plugin has overridden one of them.
         """
-        self.require_free("decide_worker_non_rootish", "get_comm_cost")
+        bulk = "bulk_schedule_unrunnable_after_adding_worker"
+        self.require_free("decide_worker_non_rootish", "get_comm_cost", bulk)
         self.put("decide_worker_non_rootish", self._wrap_decide(decide))
         self.put("get_comm_cost", self._wrap_comm_cost(comm_cost))
+        self.put(bulk, self._wrap_bulk(bulk))
 
     def watch(self, observe: Callable[[TaskState, Collection[WorkerState] | None, WorkerState | None], None]) -> None:
         """Call ``observe(ts, valid, ws)`` after each decision that Dask makes for a task, for shadow mode.
@@ -298,6 +303,36 @@ class Seam(Guard):
             return stock(ts, ws)
 
         return get_comm_cost
+
+    def _wrap_bulk(self, name: str) -> Callable[..., Any]:
+        """Tasks with ``allow_other_workers`` begin on any worker that runs, where none that they name is there.
+
+        Such a task is ``no-worker`` if the worker that it names leaves while no other runs. Others may be paused, or
+        start: a worker is in the scheduler's books as soon as it registers, and runs once its plugins are set up, ours
+        among them. Dask then wakes only tasks that name the worker which begins to run, and this one waits for ever.
+        """
+        scheduler, part, stock = self.scheduler, self.part(name), self.stock(name)
+
+        def bulk_schedule_unrunnable_after_adding_worker(ws: WorkerState) -> Any:
+            found = stock(ws)
+            if part.retired is None:
+                try:
+                    loose = [ts for ts in scheduler.unrunnable if ts.loose_restrictions and ts.key not in found]
+                    if more := [ts for ts in loose if not _kept(ts) and not scheduler.valid_workers(ts)]:
+                        # Dask does what comes last first.
+                        more += [scheduler.tasks[key] for key in found]
+                        more.sort(key=operator.attrgetter("priority"), reverse=True)
+                        return {ts.key: "processing" for ts in more}
+                except Exception:
+                    self.failed(part.name)
+            return found
+
+        return bulk_schedule_unrunnable_after_adding_worker
+
+
+def _kept(ts: TaskState) -> bool:
+    """Whether this package itself keeps a task waiting, by the address of a worker that is never there."""
+    return any(address.startswith("gpurt://") for address in ts.worker_restrictions or ())
 
 
 def _said(parameters: tuple[str, ...]) -> str:

@@ -39,6 +39,9 @@ class Stock:
     def get_comm_cost(self, ts: Any, ws: Any) -> Any:
         return -42
 
+    def bulk_schedule_unrunnable_after_adding_worker(self, ws: Any) -> Any:
+        return {}
+
     def valid_workers(self, ts: Any) -> Any:
         return self.valid
 
@@ -67,7 +70,11 @@ def test_install_and_uninstall() -> None:
     scheduler.workers[w.address] = w
     seam = Seam(scheduler)
     seam.install(lambda ts, valid: w, lambda ts, ws: 1.5)
-    assert seam.installed == ("decide_worker_non_rootish", "get_comm_cost")
+    assert seam.installed == (
+        "decide_worker_non_rootish",
+        "get_comm_cost",
+        "bulk_schedule_unrunnable_after_adding_worker",
+    )
     assert scheduler.decide_worker_non_rootish(Task("t")) is w
     assert scheduler.get_comm_cost(Task("t"), w) == 1.5
     seam.uninstall()
@@ -138,7 +145,7 @@ def test_an_exception_falls_back() -> None:
     scheduler, seam, workers, events = make(broken, broken)
     assert scheduler.decide_worker_non_rootish(Task("t")) == "stock"
     assert scheduler.get_comm_cost(Task("t"), workers[0]) == -42
-    for part in seam.parts.values():
+    for part in map(seam.parts.__getitem__, ("decide_worker_non_rootish", "get_comm_cost")):
         assert part.fallbacks == {"exception": 1}
         assert part.last_traceback is not None
         assert "ZeroDivisionError: no good" in part.last_traceback
