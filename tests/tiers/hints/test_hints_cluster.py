@@ -93,7 +93,7 @@ def wrong(s: Scheduler, workers: list[Worker]) -> list[Any]:
     """What workers believe about the next use of what they hold, where it is not the truth.
 
     A copy that was fetched and not used yet is not known to the scheduler's plugin: there the worker guesses by those
-    of its own tasks that wait for it.
+    of its own tasks that wait for it. Once they run, its guess ends after `GUESS_SECONDS`, and it knows nothing.
     """
     out = []
     for w in workers:
@@ -101,7 +101,8 @@ def wrong(s: Scheduler, workers: list[Worker]) -> list[Any]:
             want = uses_in_graph(s, ts.key)
             got = entry(w, ts.key)
             soon = [use if use == NEVER else (-math.inf, *use) for use in want]
-            if got.guessed and w.state.tasks[ts.key].run_spec is None and got.next_use in soon:
+            fetched = w.state.tasks[ts.key].run_spec is None
+            if fetched and (got.next_use in soon if got.guessed else got.next_use is None):
                 continue
             if got.guessed and got.sent and got.next_use in (want + soon)[1:]:
                 continue
