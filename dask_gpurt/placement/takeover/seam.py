@@ -171,7 +171,9 @@ class Seam(Guard):
         decide: Callable[[TaskState, set[WorkerState] | None], WorkerState | None],
         comm_cost: Callable[[TaskState, WorkerState], float | None],
     ) -> None:
-        """Override these methods, or none, and wake loose tasks. Each of the callables may decline with None.
+        """Override what decides, and what wakes tasks that wait for a worker; all of it, or none.
+
+        Each of the callables may decline with None.
 
         Parameters
         ----------

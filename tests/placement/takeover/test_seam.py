@@ -40,7 +40,7 @@ class Stock:
         return -42
 
     def bulk_schedule_unrunnable_after_adding_worker(self, ws: Any) -> Any:
-        return {}
+        return {"one": "processing"}
 
     def valid_workers(self, ts: Any) -> Any:
         return self.valid
@@ -151,6 +151,14 @@ def test_an_exception_falls_back() -> None:
         assert "ZeroDivisionError: no good" in part.last_traceback
     assert [e.name for e in events] == ["placement.fallback"] * 2
     assert "ZeroDivisionError" in events[0].fields["traceback"]
+
+
+def test_an_exception_while_tasks_are_woken_leaves_those_that_dask_wakes() -> None:
+    scheduler, seam, workers, events = make()
+    assert not hasattr(scheduler, "unrunnable")
+    assert scheduler.bulk_schedule_unrunnable_after_adding_worker(workers[0]) == {"one": "processing"}
+    assert seam.parts["bulk_schedule_unrunnable_after_adding_worker"].fallbacks == {"exception": 1}
+    assert [e.name for e in events] == ["placement.fallback"]
 
 
 def test_none_declines() -> None:
