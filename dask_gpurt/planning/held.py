@@ -32,8 +32,8 @@ empty frames of at most `seam.MOST_COLUMNS` columns. An exception in here lets e
 planning to Dask from then on.
 
 Rejected: a memory of whole plans by the query's expression (built and tried: it finds nothing for a query that differs
-in its last step, nor for one whose last step is a function with a list as argument, as in all 22 of TPC-H); a copy of
-empty frames by name, put into new expressions (an attribute of theirs would be written).
+in its last step, nor for one that calls a function with a list or a dict, as all 22 of TPC-H do); a copy of empty
+frames by name, put into new expressions (an attribute of theirs would be written).
 """
 
 from __future__ import annotations
