@@ -29,8 +29,8 @@ class _Attributes(dict[str, Any]):
         self.parts: tuple[Any, ...] | None = None
         #: see `labels`
         self.labels: tuple[Any, ...] = ()
-        #: shares its columns with the empty frame
-        self.copy_: Any = None
+        #: of the columns; a shallow copy of the frame would say as much, at ten times the price
+        self.dtypes: list[Any] = []
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name == "_meta":
@@ -38,7 +38,7 @@ class _Attributes(dict[str, Any]):
             if name in self and sys._getframe(1).f_code.co_name == "_reconstruct":
                 return
             if isinstance(value, pd.DataFrame | pd.Series | pd.Index):
-                self.parts, self.labels, self.copy_ = _parts(value), labels(value), value.copy(deep=False)
+                self.parts, self.labels, self.dtypes = _parts(value), labels(value), _dtypes(value)
         super().__setitem__(name, value)
 
 
@@ -59,7 +59,7 @@ def is_changed(expression: Any) -> bool:
     parts = _parts(now)
     if len(parts) == len(attributes.parts) and all(a is b for a, b in zip(parts, attributes.parts, strict=True)):
         return False
-    if not _same(now, attributes.copy_):
+    if not _same(parts, attributes.parts) or _dtypes(now) != attributes.dtypes:
         return True
     attributes.parts = parts  # pandas has only arranged it in another way
     return False
@@ -86,10 +86,17 @@ def _names(axis: pd.Index) -> tuple[Any, ...]:
     return tuple(axis.names) if isinstance(axis, pd.MultiIndex) else (axis.name,)  # `names` makes a list
 
 
-def _same(now: Any, before: Any) -> bool:
-    if isinstance(now, pd.Index):
-        return bool(now.identical(before))
-    same = all(a.identical(b) for a, b in zip(now.axes, before.axes, strict=True))
-    if now.ndim == 1:
-        return bool(same and now.dtype == before.dtype and now.name == before.name)
-    return bool(same and list(now.dtypes) == list(before.dtypes))
+def _dtypes(frame: Any) -> list[Any]:
+    """Of its columns, or its own."""
+    return list(frame._mgr.get_dtypes()) if isinstance(frame, pd.DataFrame) else [frame.dtype]
+
+
+def _same(now: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
+    """Whether the indexes and names in two results of `_parts` are the same by value."""
+    if len(now) != len(before):
+        return False
+    first = 0 if isinstance(now[0], pd.Index) else 2  # after how pandas has arranged the columns
+    return all(
+        a is b or bool(a.identical(b) if isinstance(a, pd.Index) and isinstance(b, pd.Index) else a == b)
+        for a, b in zip(now[first:], before[first:], strict=True)
+    )

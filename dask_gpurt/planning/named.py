@@ -22,13 +22,16 @@ import pickle
 import time
 import types
 from collections import OrderedDict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from dask._expr import Expr
 from dask._task_spec import Dict
 from dask.delayed import DelayedLeaf
 from dask.utils import itemgetter, methodcaller
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 #: operands that Dask has made of a data set; known to be small whatever they are
 DATA_SET = frozenset(("_dataset_info_cache", "filesystem", "fs"))
@@ -55,11 +58,16 @@ _CHANGES = "_gpurt_changes"
 _NEAR = 2 * 10**9
 
 
-def untold(expression: Any) -> tuple[tuple[int, Any], ...]:
-    """(place of the operand, what a name leaves out) of an expression's own operands; to be compared."""
+def untold(expression: Any, among: Sequence[int] | None = None) -> tuple[tuple[int, Any], ...]:
+    """(place of the operand, what a name leaves out) of an expression's own operands; to be compared.
+
+    `among`: the places of those that are neither atoms nor expressions, where they are known.
+    """
     names = type(expression)._parameters
+    operands = expression.operands
     out: list[tuple[int, Any]] = []
-    for i, operand in enumerate(expression.operands):
+    for i in range(len(operands)) if among is None else among:
+        operand = operands[i]
         if type(operand) in ATOMS or isinstance(operand, Expr):
             continue
         name = names[i] if i < len(names) else ""
@@ -75,11 +83,11 @@ def untold(expression: Any) -> tuple[tuple[int, Any], ...]:
     return tuple(out)
 
 
-def has_untold(expression: Any) -> bool:
-    """Whether a name leaves out something of an expression, or of what it is made of. Kept with it."""
+def has_untold(expression: Any, among: Sequence[int] | None = None) -> bool:
+    """Whether a name leaves out something of an expression, or of what it is made of. Kept with it. See `untold`."""
     known: bool | None = vars(expression).get(_UNTOLD)
     if known is None:
-        known = bool(untold(expression)) or any(map(has_untold, _made_of(expression)))
+        known = bool(untold(expression, among)) or any(map(has_untold, _made_of(expression)))
         vars(expression)[_UNTOLD] = known
     return known
 

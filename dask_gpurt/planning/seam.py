@@ -270,13 +270,16 @@ def _may_hold(expression: Any, new: bool) -> bool:
     if type(expression).__name__ == "MapPartitions" and not calls.may_hold(expression):
         return False
     names = type(expression)._parameters
+    others: list[int] = []  # places of operands that are neither plain nor expressions; most have none
     for i, operand in enumerate(expression.operands):
         if type(operand) in named.ATOMS and (type(operand) not in _TEXTS or len(operand) <= MOST_CHARACTERS):
             continue
         if isinstance(operand, Expr):
             if not may_hold(operand):
                 return False
-        elif i < len(names) and names[i] in named.DATA_SET:
+            continue
+        others.append(i)
+        if i < len(names) and names[i] in named.DATA_SET:
             known = operand if isinstance(operand, dict) else {}
             if (files := data_set(expression)) is not None and files[1] > MOST_FILES:
                 return False
@@ -286,23 +289,24 @@ def _may_hold(expression: Any, new: bool) -> bool:
                 return False  # they may be a user's, of which the name tells nothing
         elif not _is_plain(operand):
             return False
-    _take(expression)
+    _take(expression, others)
     meta.note(expression)
     if not new:
         # It may have computed these before, and they contain the operands as they were.
         for name in _COMPUTED:
             vars(expression).pop(name, None)
-    named.has_untold(expression)
+    named.has_untold(expression, among=others)
     return True
 
 
-def _take(expression: Any) -> None:
-    """Give an expression copies of the operands that can change.
+def _take(expression: Any, places: list[int]) -> None:
+    """Give an expression copies of the operands in some places, where they can change.
 
     They may be a user's own list or dict. Changed in place, it would no longer be what the name tells, and the next
     query that asks for that name would get the changed one.
     """
-    for i, operand in enumerate(expression.operands):
+    for i in places:
+        operand = expression.operands[i]
         if i < len(expression._parameters) and expression._parameters[i] in named.DATA_SET:
             continue
         if isinstance(operand, DelayedLeaf):
