@@ -61,7 +61,7 @@ def _folder(folder: str, node: Node, seconds: float) -> Iterator[Verdict]:
         if space.f_flag & os.ST_RDONLY:
             raise PermissionError(30, os.strerror(30), folder)
         free = space.f_bavail * space.f_frsize
-        reserve = reserve_of(node.reserve_bytes, space)
+        reserve = reserve_of(node.reserve_bytes, free)
         if free < reserve + _BYTES:
             yield fail(
                 f"{folder} has {free / 1e9:.2f} GB free",

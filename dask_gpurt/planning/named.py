@@ -13,6 +13,7 @@ costs a lookup that finds nothing.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import datetime
 import decimal
@@ -54,7 +55,9 @@ _SEQUENCES = frozenset((list, tuple, slice))
 _UNTOLD = "_gpurt_untold"
 #: what Dask knows of a data set -> see `_changes`
 _CHANGES = "_gpurt_changes"
-#: nanoseconds in which a file may be written again without another time
+#: object stores, by pyarrow's names: they set the times of objects themselves
+_STORES = frozenset(("abfs", "gcs", "s3"))
+#: nanoseconds in which an object may be written again without another time
 _NEAR = 2 * 10**9
 
 
@@ -74,7 +77,7 @@ def untold(expression: Any, among: Sequence[int] | None = None) -> tuple[tuple[i
         if name == "_dataset_info_cache" and type(expression).__name__ == "ReadParquetPyarrowFS":
             # It is named by sizes and times of files, which may be the same after a column was renamed.
             schema = operand["schema"]
-            out.append((i, (schema, schema.metadata, _changes(operand))))
+            out.append((i, (schema, schema.metadata, _changes(operand, expression.fs))))
             continue
         # The only empty frame that a user gives.
         if name in _MADE and (name, type(expression).__name__) != ("meta", "MapPartitions"):
@@ -105,23 +108,26 @@ def alike(found: Any, asked: Any) -> bool:
     return all(one is other or not has_untold(one) for one, other in pairs)
 
 
-def _changes(data_set: dict[str, Any]) -> tuple[object, ...]:
-    """When each file of a data set was changed; none where they are elsewhere. Kept with what is known of them.
+def _changes(data_set: dict[str, Any], filesystem: Any) -> tuple[object, ...]:
+    """When each file of a data set was changed; none where its name tells that. Kept with what is known of them.
 
     Fragments of pyarrow keep the smallest and largest values of their file. A file that was written again with the
-    time of the old one, as `cp -p` and `rsync -t` do, would be left out by a filter. This time cannot be set back.
-
-    Elsewhere the name has their times. Where it has none, or one so near that the next may be the same (object stores
-    count in seconds), such a file looks like the one before, and the data set is like no other.
+    time of the old one, as `cp -p` and `rsync -t` do, would be left out by a filter. The time of the change of a local
+    file cannot be set back. Nor can that of an object in a store, which the name has. But stores count in seconds:
+    where the next time may be the same, and on file systems of which nothing is known, the data set is like no other.
     """
     known: tuple[object, ...] | None = data_set.get(_CHANGES)
     if known is None:
-        files = data_set.get("all_files", ())
-        try:
-            known = tuple(os.stat(file.path).st_ctime_ns for file in files)
-        except OSError:  # on another file system
+        files, root = data_set.get("all_files", ()), ""
+        while filesystem.type_name == "subtree":
+            filesystem, root = filesystem.base_fs, filesystem.base_path + root
+        known = (object(),)
+        if filesystem.type_name == "local":
+            with contextlib.suppress(OSError):  # it is gone by now
+                known = tuple((s.st_dev, s.st_ino, s.st_ctime_ns) for s in (os.stat(root + f.path) for f in files))
+        elif filesystem.type_name in _STORES:
             latest = time.time_ns() - _NEAR
-            known = () if all((file.mtime_ns or latest) < latest for file in files) else (object(),)
+            known = () if all((file.mtime_ns or latest) < latest for file in files) else known
         data_set[_CHANGES] = known
     return known
 

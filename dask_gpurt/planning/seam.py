@@ -93,6 +93,8 @@ _PLAIN = (
 #: operands that can change, or hold something that can
 _CHANGING = (*calls.CHANGING, tuple, functools.partial, itemgetter)
 
+#: what Dask puts into what it knows of a data set as a user gave it
+_GIVEN = frozenset(("categories", "filters", "index", "kwargs"))
 #: what an expression computes when it is asked for the first time, and keeps, that contains its operands
 _COMPUTED = ("args", "_args", "_kwargs", "agg_args", "aggregate_args", "by", "spec", "_meta")
 
@@ -308,6 +310,8 @@ def _take(expression: Any, places: list[int]) -> None:
     for i in places:
         operand = expression.operands[i]
         if i < len(expression._parameters) and expression._parameters[i] in named.DATA_SET:
+            for name in _GIVEN.intersection(operand if isinstance(operand, dict) else ()):
+                operand[name] = _copied(operand[name])
             continue
         if isinstance(operand, DelayedLeaf):
             leaf = DelayedLeaf(copy.deepcopy(operand._obj), operand.key, pure=operand._pure, nout=operand._nout)

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from pyarrow.fs import FSSpecHandler, PyFileSystem
+from pyarrow.fs import FSSpecHandler, LocalFileSystem, PyFileSystem, SubTreeFileSystem
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -253,6 +253,30 @@ def test_a_filter_on_files_of_the_same_size_and_time(
         del table
         gc.collect()
     assert len(sizes) == 1
+    assert kept.failed is None
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_filter_on_files_below_a_folder_of_the_same_size_and_time(
+    kept: held.HeldExpressions, tmp_path: Path, depth: int
+) -> None:
+    """Their paths are those below it."""
+    kept.install()
+    (tmp_path / "below").mkdir()
+    system: Any = SubTreeFileSystem(str(tmp_path), LocalFileSystem())
+    system = system if depth == 1 else SubTreeFileSystem("below", system)
+    file = tmp_path / "below" / "part.0.parquet"
+    wanted = "below" if depth == 1 else "part.0.parquet"
+    for first in (1, 5, 1):
+        pd.DataFrame({"a": [first, first + 1, first + 2, first + 3]}).to_parquet(file)
+        os.utime(file, ns=(10**18, 10**18))
+        table = dd.read_parquet(wanted, filesystem=system, filters=[("a", ">", 4)])
+        assert len(table.compute()) == first - 1
+        del table
+        gc.collect()
+    hits = kept.hits
+    assert len(dd.read_parquet(wanted, filesystem=system, filters=[("a", ">", 4)]).compute()) == 0
+    assert kept.hits > hits, "files that did not change are found again"
     assert kept.failed is None
 
 

@@ -13,14 +13,13 @@ import asyncio
 import contextlib
 import copy
 import logging
-import traceback
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import CorruptData, LostData
 from dask_gpurt.model.events import Event, Sink
 from dask_gpurt.tiers.engine.entry import State
 from dask_gpurt.tiers.engine.io_threads import read_value, retry, will_pass
-from dask_gpurt.tiers.storage.handle import DecodeError, as_raised, error_kind, is_shared
+from dask_gpurt.tiers.storage.handle import DecodeError, as_raised, error_kind, is_shared, without_values
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -132,7 +131,7 @@ class Loading:
         elif isinstance(error, DecodeError) or will_pass(error):
             # Not lost: the next read raises what the object's code raised, as with stock Dask.
             self._books.move(entry, "undecodable")
-            entry.load_error = _without_values(error.__cause__ or error)
+            entry.load_error = without_values(error)
             self._counters.decode_errors += 1
         else:
             self._damaged(entry, error)
@@ -254,12 +253,6 @@ class Loading:
         if (entry.gone or entry.state is State.LOST) and not entry.readers and entry.handle is not None:
             handle, entry.handle = entry.handle, None
             self._io.free(handle)
-
-
-def _without_values(error: BaseException) -> BaseException:
-    """The error, to be kept: the frames in its traceback have the bytes of the value, which would stay in memory."""
-    traceback.clear_frames(error.__traceback__)
-    return error
 
 
 def _once_more(error: BaseException) -> BaseException:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import traceback
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
@@ -109,12 +110,25 @@ def decoded(decode: Callable[[_Stored], Any], stored: _Stored) -> Any:
         raise DecodeError from RuntimeError(f"the value cannot be unpickled: {type(e).__name__}: {e}")
 
 
+def without_values(error: BaseException) -> BaseException:
+    """What an object's own code raised, or another error of a read, to be kept.
+
+    The frames in its tracebacks are emptied. They have the value and the bytes it was read from, which would stay in
+    memory: Dask keeps the errors of tasks. Those of `error` itself too, as the cause refers to them by its callers.
+    """
+    left: list[BaseException] = [error]
+    for each in left:  # grows
+        traceback.clear_frames(each.__traceback__)
+        left += [e for e in (each.__cause__, each.__context__) if e is not None and all(e is not x for x in left)]
+    return error.__cause__ or error
+
+
 def as_raised(load: Callable[..., _T], *args: Any) -> _T:
     """What `load` gives, for who asked for the value: what the object's own code raised comes as it is."""
     try:
         return load(*args)
     except DecodeError as e:
-        error = e.__cause__ or e
+        error = without_values(e)
     try:
         raise error  # not above: it would refer to `e`, and that to it, and no such error can be pickled
     finally:

@@ -213,21 +213,24 @@ def test_reserve(tmp_path: Any) -> None:
     disk.close()
 
 
-def test_the_usual_reserve_leaves_room_on_a_small_disk(tmp_path: Any) -> None:
-    """A volume of 1 GiB took nothing, so a worker that had filled its memory was paused for good."""
-    free = 1 << 30
-    space = SimpleNamespace(f_frsize=4096, f_blocks=(1 << 30) // 4096, f_bavail=free // 4096)
+@pytest.mark.parametrize("size", [1 << 30, 1 << 40], ids=["a small disk", "one that is nearly full"])
+def test_the_usual_reserve_leaves_room(tmp_path: Any, size: int) -> None:
+    """Where less than 1 GiB was free nothing was written, and a worker that had filled its memory paused for good."""
+    free = 700 << 20
+    space = SimpleNamespace(f_frsize=4096, f_blocks=size // 4096, f_bavail=free // 4096)
     small = FaultyOs()
     small.always["statvfs"] = lambda real, fd: space
     usual = DiskTier(str(tmp_path / "usual"), reserve_bytes=Settings.load({}).tiers.disk_reserve, os_layer=small)
-    assert usual.free_bytes() == free - (1 << 30) // 10
-    usual.write([(0, [value(1)])])
-    space.f_bavail = (1 << 30) // 10 // 4096
-    with pytest.raises(TierFull, match=rf"less than {(1 << 30) // 10} of .*gpurt\.tiers\.disk-reserve"):
+    assert usual.free_bytes() == free - free // 10
+    usual.write([(0, [value(1, 20 << 20)])])
+    space.f_bavail = (2 << 20) // 4096
+    with pytest.raises(TierFull, match=r"of which 23\d{5} stay free.*gpurt\.tiers\.disk-reserve"):
         usual.write([(0, [value(1)])])
+    space.f_bavail = (20 << 30) // 4096
+    assert usual.free_bytes() == (20 << 30) - (1 << 30)
     space.f_bavail = free // 4096
     chosen = DiskTier(str(tmp_path / "chosen"), reserve_bytes=1 << 30, os_layer=small)
-    with pytest.raises(TierFull, match="would leave less than"):
+    with pytest.raises(TierFull, match="do not fit into"):
         chosen.write([(0, [value(1)])])
     usual.close()
     chosen.close()
@@ -581,6 +584,7 @@ def test_an_object_whose_own_code_raises_keeps_nothing_in_memory(run_rig: RunRig
         await rig.settle()
         gc.collect()
         assert _GrumpyArray.seen() is None
+        assert _GrumpyArray.read() is None
 
         class Input:
             pass
@@ -599,16 +603,40 @@ def test_an_object_whose_own_code_raises_keeps_nothing_in_memory(run_rig: RunRig
     run_rig(test, small_bytes=0)
 
 
+@pytest.mark.parametrize("thread", [False, True], ids=["on the loop", "in a task's thread"])
+def test_what_an_objects_own_code_raises_does_not_keep_the_bytes(run_rig: RunRig, thread: bool) -> None:
+    """Dask keeps the error of a task, and so all frames in its traceback, and those that called them."""
+
+    async def test(rig: Rig) -> None:
+        rig.store["k"] = _GrumpyArray()
+        rig.spill_all()
+        await rig.settle()
+        with pytest.raises(ZeroDivisionError, match="grumpy") as raised:
+            await asyncio.to_thread(rig.store.__getitem__, "k") if thread else rig.store["k"]
+        gc.collect()
+        assert _GrumpyArray.seen() is None
+        assert _GrumpyArray.read() is None
+        assert raised.value.__traceback__ is not None
+
+    run_rig(test, small_bytes=0)
+
+
 class _GrumpyArray:
     """An array that is complete when it raises."""
 
     seen: Any = None
+    #: the memory that its bytes were read into
+    read: Any = None
 
     def __init__(self) -> None:
         self.array = np.zeros(10_000)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         _GrumpyArray.seen = weakref.ref(state["array"])
+        read = state["array"]
+        while not isinstance(read, memoryview):
+            read = read.base
+        _GrumpyArray.read = weakref.ref(read.obj)
         raise ZeroDivisionError("grumpy")
 
 

@@ -29,16 +29,15 @@ ODD_FILESYSTEMS = {
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-#: left free where it was not chosen, but of a file system at most this share: a volume of 1 GiB would take nothing else
+#: left free where it was not chosen, but at most this share of what is free: a disk that is nearly full would take
+#: nothing else, and a worker that has filled its memory would stand still, where Dask goes on
 _RESERVE = 1 << 30
 _RESERVE_SHARE = 0.1
 
 
-def reserve_of(chosen: int | None, space: os.statvfs_result) -> int:
-    """Bytes to leave free on a file system; None: the usual."""
-    if chosen is not None:
-        return chosen
-    return min(_RESERVE, int(space.f_blocks * space.f_frsize * _RESERVE_SHARE))
+def reserve_of(chosen: int | None, free_bytes: int) -> int:
+    """Bytes to leave free on a file system. `chosen` None: the usual, of what is free but for our own files."""
+    return min(_RESERVE, int(free_bytes * _RESERVE_SHARE)) if chosen is None else chosen
 
 
 class Quota:

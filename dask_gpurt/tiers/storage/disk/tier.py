@@ -173,24 +173,25 @@ class DiskTier:
 
     def free_bytes(self) -> int:
         """Bytes that may still be written before the reserve is reached, quota aside."""
-        return self._room()[0]
+        free, reserve = self._room()
+        return free - reserve
 
     def _room(self) -> tuple[int, int]:
-        """Bytes that may still be written, and those that are left free then."""
+        """Bytes that are free but for writes on their way, and how many of them are to stay so."""
         with self._folder as fd:
             space = self._os.statvfs(fd)
-        reserve = reserve_of(self.reserve_bytes, space)
-        return int(space.f_bavail * space.f_frsize - self._in_flight.nbytes - reserve), reserve
+        free = int(space.f_bavail * space.f_frsize)
+        return free - self._in_flight.nbytes, reserve_of(self.reserve_bytes, free + self.used_bytes)
 
     def _claim(self, nbytes: int) -> None:
         if self.reserve_bytes != 0:
             free, reserve = self._room()
-            if free < nbytes:
+            if free - reserve < nbytes:
                 raise TierFull(
                     errno.ENOSPC,
-                    f"{nbytes} bytes would leave less than {reserve} of "
-                    f"{free + reserve} free on {self.directory}. The value stays in memory. Remedy: free "
-                    "space, set gpurt.tiers.directory, or lower gpurt.tiers.disk-reserve",
+                    f"{nbytes} bytes do not fit into the {max(free, 0)} that are free on {self.directory}, of which "
+                    f"{reserve} stay free. The value stays in memory. Remedy: free space, set gpurt.tiers.directory, "
+                    "or lower gpurt.tiers.disk-reserve",
                 )
         self.quota.claim(nbytes)
         with self._lock:
