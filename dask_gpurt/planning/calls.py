@@ -1,4 +1,8 @@
-"""Which expressions that call a function of a user may be held."""
+"""Which expressions that call a function of a user may be held.
+
+Only what maps one over partitions is, and only with the empty frame of its results. All others that are given one call
+it while a query is planned: what it reads beside its arguments, such as a dict of its module, may have changed since.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,25 @@ import pandas as pd
 from dask._task_spec import Dict
 from dask.delayed import DelayedLeaf
 
+#: those of pandas that Dask has, too
+ACCESSORS = frozenset(("cat", "dt", "list", "str", "struct"))
 #: operands that can change in place, or hold something that can
 CHANGING = (list, dict, set, np.ndarray, pd.DataFrame, pd.Series, pd.Index, Dict, DelayedLeaf)
 
 
 def may_hold(expression: Any) -> bool:
-    """Whether a `MapPartitions` may be held, as far as its function is concerned."""
-    # Without the empty frame of its results, Dask would call the function to find out.
-    return isinstance(expression.operand("meta"), pd.DataFrame | pd.Series | pd.Index) and not _may_change(expression)
+    """Whether an expression may be held, as far as the function of a `MapPartitions` or an accessor is concerned."""
+    if maps(expression):
+        # Without the empty frame of its results, Dask would call the function to find out.
+        meta = expression.operand("meta")
+        return isinstance(meta, pd.DataFrame | pd.Series | pd.Index) and not _may_change(expression)
+    # Users register accessors of their own, and again.
+    return "accessor" not in type(expression)._parameters or expression.operand("accessor") in ACCESSORS
+
+
+def maps(expression: Any) -> bool:
+    """Whether it maps a function over partitions."""
+    return type(expression).__name__ == "MapPartitions"
 
 
 def _may_change(expression: Any) -> bool:

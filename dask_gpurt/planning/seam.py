@@ -269,8 +269,9 @@ def _is_as_named(expression: Any) -> bool:
 def _may_hold(expression: Any, new: bool) -> bool:
     from dask._expr import Expr
 
-    if type(expression).__name__ == "MapPartitions" and not calls.may_hold(expression):
+    if not calls.may_hold(expression):
         return False
+    maps = calls.maps(expression)
     names = type(expression)._parameters
     others: list[int] = []  # places of operands that are neither plain nor expressions; most have none
     for i, operand in enumerate(expression.operands):
@@ -289,7 +290,7 @@ def _may_hold(expression: Any, new: bool) -> bool:
                 return False
             if known and not new and meta.labels(known["base_meta"]) != meta.NO_LABELS:
                 return False  # they may be a user's, of which the name tells nothing
-        elif not _is_plain(operand):
+        elif not _is_plain(operand, users=maps):
             return False
     _take(expression, others)
     meta.note(expression)
@@ -329,8 +330,15 @@ def _copied(operand: Any) -> Any:
     return copy.deepcopy(operand)
 
 
-def _is_plain(value: Any, depth: int = 0) -> bool:
-    """Whether an operand is small, holds nothing of a user's, and always means the same."""
+def _is_plain(value: Any, users: bool, depth: int = 0) -> bool:
+    """Whether an operand is small, holds nothing of a user's, and always means the same.
+
+    `users`: a function of a user's will do, as nothing calls it while a query is planned.
+    """
+
+    def of(part: Any) -> bool:
+        return _is_plain(part, users, depth + 1)
+
     if not isinstance(value, type) and not _is_of_a_library(type(value)):
         return False  # a text or a number of a user's class may have more in it than its name tells
     if isinstance(value, _TEXTS):
@@ -341,38 +349,36 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
         )
     if isinstance(value, slice):
         parts = (value.start, value.stop, value.step)
-        return not any(isinstance(v, _CHANGING) for v in parts) and _is_plain(parts, depth + 1)
+        return not any(isinstance(v, _CHANGING) for v in parts) and of(parts)
     if isinstance(value, type):
         return _is_of_a_library(value)
     if isinstance(value, types.FunctionType):
-        if value.__closure__ is not None or not _is_plain(value.__defaults__ or (), depth + 1):
+        if value.__closure__ is not None or not of(value.__defaults__ or ()):
             return False
-        return _is_of_a_library(value) or surroundings.uses(value)
+        return _is_of_a_library(value) or (users and surroundings.uses(value))
     if isinstance(value, pd.DataFrame | pd.Series | pd.Index):
         return _is_small(value)
     if depth > _DEPTH:
         return False
     if isinstance(value, dict):
-        return len(value) <= MOST_ITEMS and all(
-            _is_plain(k, depth + 1) and _is_plain(v, depth + 1) for k, v in value.items()
-        )
+        return len(value) <= MOST_ITEMS and all(of(k) and of(v) for k, v in value.items())
     if isinstance(value, list | tuple | set | frozenset):
-        return len(value) <= MOST_ITEMS and all(_is_plain(v, depth + 1) for v in value)
+        return len(value) <= MOST_ITEMS and all(map(of, value))
     if isinstance(value, functools.partial):
-        return _is_plain((value.func, value.args, value.keywords), depth + 1)
+        return of((value.func, value.args, value.keywords))
     if isinstance(value, types.MethodType):
         return isinstance(value.__self__, type) and _is_of_a_library(value.__self__)
     if isinstance(value, DelayedLeaf):
-        if depth or not _is_plain(value._obj, depth + 1):  # deeper down `_take` would not look for it
+        if depth or not of(value._obj):  # deeper down `_take` would not look for it
             return False
         # A name of a user's says nothing of the object. This is what Dask calls the values of an `isin`.
         return bool(value.key == f"delayed-{_tokenize_deterministic(value._obj)}")
     if isinstance(value, Dict):
-        return _is_plain(value.args, depth + 1)
+        return of(value.args)
     if isinstance(value, itemgetter):
-        return _is_plain(value.index, depth + 1)
+        return of(value.index)
     if isinstance(value, np.ndarray):
-        return value.size <= MOST_ITEMS and _is_plain(value.tolist(), depth + 1)
+        return value.size <= MOST_ITEMS and of(value.tolist())
     return isinstance(value, methodcaller)
 
 
