@@ -13,7 +13,8 @@ that unit. So this opinion, in seconds, comes before Dask's own test, and a task
    behind one small input, would leave it idle for most of the round. More is not needed: the next round knows better.
 2. At home the task counts as the last in the queue; elsewhere it needs its inputs first. Moving is charged once more as
    what it costs other tasks, as in `cost`.
-3. A task of unknown duration is left to Dask: there is nothing to compare.
+3. A task of unknown duration is left to Dask: there is nothing to compare. So is one at a worker that is paused, as it
+   begins nothing, for how long is not known.
 4. A task whose inputs take longer to send than moving it can gain stays (`steal_gain`).
 5. Where tasks that run have all threads of the victim, and take much longer than expected, they are taken to go on for
    as long again: how much longer is not known, it may be for hours. Nor may a task wait behind one that waits for it.
@@ -117,7 +118,13 @@ class StealPolicy:
         victim = ts.processing_on
         home = None if victim is None else tables.workers.by_address.get(victim.address)
         prefix = tables.durations.known(ts)
-        if home is None or prefix is None or prefix.seconds is None or len(ts.dependencies) > MAX_INPUTS:
+        if (
+            home is None
+            or prefix is None
+            or prefix.seconds is None
+            or len(ts.dependencies) > MAX_INPUTS
+            or not worker_facts.is_running(home.ws)
+        ):
             # Dask would give it to any worker; where that may be one that cannot read its inputs, it stays.
             return None if tables.devices.mixed and reads_device_values(ts) else STOCK
         late = self._late_seconds(home)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from distributed.core import Status
 
+from dask_gpurt.placement.decide.steal_policy import STOCK
 from tests.placement.fakes import FakeTask, FakeWorker, assign, learn, make_engine
 
 
@@ -48,3 +50,19 @@ def test_a_task_leaves_a_worker_whose_threads_do_not_come_free(what: str) -> Non
     assert engine.thief(short, {idle}, {}, None) is idle
     home.long_running.add(hours[1])
     assert engine.thief(short, {idle}, {}, None) is None, "it has seceded"
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_task_at_a_worker_that_is_paused_is_left_to_dask(on_disk: bool) -> None:
+    """Seen: tasks stayed for good at a worker whose values filled its memory, where Dask had taken them elsewhere."""
+    home, idle = FakeWorker(1), FakeWorker(2)
+    engine = make_engine([home, idle])
+    source = FakeTask("source-0", nbytes=200_000_000, on=(home,))
+    task = FakeTask("use-0", source)
+    learn(engine, "use", 0.02, 1000)
+    if on_disk:
+        engine.tables.residence.heard(home.address, [(source.key, source.nbytes)], [])
+    assign(engine, task, home)
+    assert engine.thief(task, {idle}, {}, None) is None
+    home.status = Status.paused
+    assert engine.thief(task, {idle}, {}, None) is STOCK
