@@ -113,14 +113,13 @@ def decoded(decode: Callable[[_Stored], Any], stored: _Stored) -> Any:
 def without_values(error: BaseException) -> BaseException:
     """What an object's own code raised, or another error of a read, to be kept.
 
-    The frames in its tracebacks are emptied. They have the value and the bytes it was read from, which would stay in
-    memory: Dask keeps the errors of tasks. Those of `error` itself too, as the cause refers to them by its callers.
+    The frames in its traceback are emptied. They have the value and the bytes it was read from, which would stay in
+    memory: Dask keeps the errors of tasks. Those of `error` too, as frames of its cause refer to them as their callers.
     """
-    left: list[BaseException] = [error]
-    for each in left:  # grows
+    raised = error.__cause__ or error
+    for each in (error, raised):
         traceback.clear_frames(each.__traceback__)
-        left += [e for e in (each.__cause__, each.__context__) if e is not None and all(e is not x for x in left)]
-    return error.__cause__ or error
+    return raised
 
 
 def as_raised(load: Callable[..., _T], *args: Any) -> _T:
