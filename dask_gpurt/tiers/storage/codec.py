@@ -43,8 +43,8 @@ _READ_ONLY = b"R"
 _FAMILY = b"F"
 #: of a list, tuple or dict so many elements are looked at
 _ELEMENTS = 10
-#: of those that are in it, to this depth, only the first, as Dask does
-_DEPTH = 3
+#: of those that are in it, only the first, as Dask does; to this depth, as a list may contain itself
+_DEPTH = 20
 _COLLECTIONS = (list, tuple, dict)
 
 
@@ -105,10 +105,9 @@ def _by_family(value: object) -> list[Buffer]:
 
 
 def _flat_copy(frame: Any) -> memoryview:
-    try:
-        return flat(frame)
-    except BufferError:  # a memoryview with steps
-        return memoryview(memoryview(frame).tobytes())
+    view = memoryview(frame)
+    # One with steps, or the columns first, is read back as rows first: its bytes as they lie are in another order.
+    return flat(frame) if view.c_contiguous else memoryview(view.tobytes())
 
 
 def _better_by_family(value: Any, looked_at: int = _ELEMENTS, depth: int = _DEPTH) -> bool:

@@ -37,12 +37,19 @@ def by_stock(value: object) -> Any:
         memoryview(b"x" * 100_000),
         memoryview(bytearray(80_000)).cast("d"),
         np.arange(120).reshape(4, 30).data,
+        np.asfortranarray(np.arange(120).reshape(4, 30)).data,
+        np.arange(24.0).reshape(2, 3, 4).transpose(2, 1, 0).data,
+        np.arange(24.0).reshape(2, 3, 4).transpose(1, 0, 2).data,
         np.arange(120).data[::2],
         memoryview(b""),
     ],
-    ids=("bytes", "cast", "two-dimensional", "steps", "empty"),
+    ids=("bytes", "cast", "two-dimensional", "columns first", "reversed", "turned", "steps", "empty"),
 )
-@pytest.mark.parametrize("wrap", [lambda v: v, lambda v: [1, v], lambda v: {"a": (v,)}], ids=("alone", "list", "dict"))
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda v: v, lambda v: [1, v], lambda v: {"a": (v,)}, lambda v: {"a": [[[[v]]]]}],
+    ids=("alone", "list", "dict", "deep"),
+)
 def test_a_memoryview_does_not_become_bytes(view: memoryview, wrap: Callable[[Any], Any]) -> None:
     got = again(wrap(view))
     while not isinstance(got, (memoryview, bytes)):
