@@ -30,6 +30,7 @@ from dask._expr import Expr
 from dask._task_spec import Dict
 from dask.delayed import DelayedLeaf
 from dask.utils import itemgetter, methodcaller
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,10 +75,8 @@ def untold(expression: Any, among: Sequence[int] | None = None) -> tuple[tuple[i
         if type(operand) in ATOMS or isinstance(operand, Expr):
             continue
         name = names[i] if i < len(names) else ""
-        if name == "_dataset_info_cache" and type(expression).__name__ == "ReadParquetPyarrowFS":
-            # It is named by sizes and times of files, which may be the same after a column was renamed.
-            schema = operand["schema"]
-            out.append((i, (schema, schema.metadata, _changes(operand, expression.fs))))
+        if name == "_dataset_info_cache":
+            out += ((i, fact) for fact in _facts_of_files(expression, operand))
             continue
         # The only empty frame that a user gives.
         if name in _MADE and (name, type(expression).__name__) != ("meta", "MapPartitions"):
@@ -106,6 +105,20 @@ def alike(found: Any, asked: Any) -> bool:
         return False
     pairs = zip(_made_of(found), _made_of(asked), strict=True)
     return all(one is other or not has_untold(one) for one, other in pairs)
+
+
+def _facts_of_files(expression: Any, data_set: dict[str, Any]) -> list[Any]:
+    """What a name leaves out of the files that an expression reads."""
+    if type(expression).__name__ == "ReadParquetPyarrowFS":
+        # It is named by sizes and times of files, which may be the same after a column was renamed.
+        schema = data_set["schema"]
+        return [(schema, schema.metadata, _changes(data_set, expression.fs))]
+    system = data_set.get("fs")
+    if type(system) is LocalFileSystem:
+        return []
+    # To fsspec, file systems of the same arguments are equal, also one whose credentials have ended. And some tell no
+    # time of a file: how many rows it has is read again, as Dask does.
+    return [(id(system), "_pq_length_stats" in vars(expression))]
 
 
 def _changes(data_set: dict[str, Any], filesystem: Any) -> tuple[object, ...]:

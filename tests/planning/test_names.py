@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import dask
 import dask.dataframe as dd
+import fsspec  # type: ignore[import-untyped]
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from pyarrow.fs import FSSpecHandler, LocalFileSystem, PyFileSystem, SubTreeFileSystem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from dask_gpurt.planning import held
@@ -299,5 +302,74 @@ def test_a_filter_on_files_elsewhere_of_the_same_size_and_time(
         del table
         gc.collect()
     system.rm("/elsewhere", recursive=True)
+    assert len(sizes) == 1
+    assert kept.failed is None
+
+
+class Elsewhere(MemoryFileSystem):
+    """Tells no times of files, and takes the password that it was made with."""
+
+    protocol = "elsewhere"
+    cachable = True
+    password = ""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.given = Elsewhere.password
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return super()._strip_protocol(path.replace("elsewhere://", "memory://"))
+
+    def info(self, path: str, **options: Any) -> dict[str, Any]:
+        found = super().info(path, **options)
+        return {name: found[name] for name in ("name", "size", "type")}
+
+    def open(self, path: str, *args: Any, **options: Any) -> Any:
+        if self.given != Elsewhere.password:
+            raise PermissionError(f"{self.given} has ended")
+        return super().open(path, *args, **options)
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Elsewhere]]:
+    monkeypatch.setattr(Elsewhere, "password", "first")
+    Elsewhere.clear_instance_cache()
+    fsspec.register_implementation("elsewhere", Elsewhere, clobber=True)
+    yield Elsewhere
+    Elsewhere.clear_instance_cache()
+    MemoryFileSystem().rm("/shelf", recursive=True)
+
+
+def test_a_file_system_that_was_made_again(kept: held.HeldExpressions, elsewhere: type[Elsewhere]) -> None:
+    """Seen: the one that was held had credentials that had ended."""
+    with elsewhere().open("/shelf/part.0.parquet", "wb") as file:
+        pd.DataFrame({"a": [1, 2]}).to_parquet(file)
+    kept.install()
+    for _ in range(2):
+        assert dd.read_parquet("elsewhere://shelf").a.sum().compute() == 3
+        gc.collect()
+    hits = kept.hits
+    assert hits
+    elsewhere.password = "second"
+    elsewhere.clear_instance_cache()
+    for _ in range(2):
+        assert len(dd.read_parquet("elsewhere://shelf")) == 2
+        assert dd.read_parquet("elsewhere://shelf").a.sum().compute() == 3
+        gc.collect()
+    assert kept.hits > hits
+    assert kept.failed is None
+
+
+def test_rows_of_files_whose_time_is_not_known(kept: held.HeldExpressions, elsewhere: type[Elsewhere]) -> None:
+    kept.install()
+    sizes = set()
+    for texts in (["x" * 10], ["x" * 3] * 2, ["x" * 10]):
+        table = pa.table({"s": texts}, schema=pa.schema([pa.field("s", pa.string(), nullable=False)]))
+        with elsewhere().open("/shelf/part.0.parquet", "wb") as file:
+            pq.write_table(table, file, compression=None, use_dictionary=False, write_statistics=False)
+        sizes.add(elsewhere().size("/shelf/part.0.parquet"))
+        assert len(dd.read_parquet("elsewhere://shelf")) == len(texts)
+        gc.collect()
     assert len(sizes) == 1
     assert kept.failed is None
