@@ -12,6 +12,7 @@ Why an answer cannot be wrong:
 
 1. Two expressions of one name are the same to Dask itself: it gives out the first as long as anyone keeps it. A name
    contains paths, sizes and modification times of files that are read, so a file that was written again has another.
+   What reads files of which less is known, neither local nor objects in a store, is not held (`files`).
 2. What an expression has computed also depends on a part of Dask's configuration, on pandas' options, on whether
    there is a client, and on the modules of users' functions (`surroundings`). When one of these changes,
    everything is let go before the next lookup.
@@ -44,7 +45,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import SeamMismatch
-from dask_gpurt.planning import seam, surroundings
+from dask_gpurt.planning import files, seam, surroundings
 
 if TYPE_CHECKING:
     from dask_gpurt.planning.seam import Instances
@@ -183,11 +184,11 @@ class HeldExpressions:
 
     def _count(self, expression: Any, by: int) -> None:
         """An expression is held, or is not any more: it may know a data set."""
-        known = seam.data_set(expression)
+        known = files.data_set(expression)
         if known is None:
             return
-        identity, files = known
-        entry = self._data_sets.setdefault(identity, [0, files])
+        identity, number = known
+        entry = self._data_sets.setdefault(identity, [0, number])
         self._files += entry[1] * ((entry[0] == 0) - (entry[0] + by == 0))
         entry[0] += by
         if not entry[0]:

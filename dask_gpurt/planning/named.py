@@ -13,14 +13,11 @@ costs a lookup that finds nothing.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import datetime
 import decimal
 import functools
-import os
 import pickle
-import time
 import types
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
@@ -30,7 +27,8 @@ from dask._expr import Expr
 from dask._task_spec import Dict
 from dask.delayed import DelayedLeaf
 from dask.utils import itemgetter, methodcaller
-from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+
+from dask_gpurt.planning import files
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,12 +52,6 @@ _PARTED = (functools.partial, DelayedLeaf, itemgetter)
 _SEQUENCES = frozenset((list, tuple, slice))
 #: attribute of an expression that is held: whether a name leaves out something of it (`has_untold`)
 _UNTOLD = "_gpurt_untold"
-#: what Dask knows of a data set -> see `_changes`
-_CHANGES = "_gpurt_changes"
-#: object stores, by pyarrow's names: they set the times of objects themselves
-_STORES = frozenset(("abfs", "gcs", "s3"))
-#: nanoseconds in which an object may be written again without another time
-_NEAR = 2 * 10**9
 
 
 def untold(expression: Any, among: Sequence[int] | None = None) -> tuple[tuple[int, Any], ...]:
@@ -76,7 +68,7 @@ def untold(expression: Any, among: Sequence[int] | None = None) -> tuple[tuple[i
             continue
         name = names[i] if i < len(names) else ""
         if name == "_dataset_info_cache":
-            out += ((i, fact) for fact in _facts_of_files(expression, operand))
+            out += ((i, fact) for fact in files.facts(expression, operand))
             continue
         # The only empty frame that a user gives.
         if name in _MADE and (name, type(expression).__name__) != ("meta", "MapPartitions"):
@@ -105,44 +97,6 @@ def alike(found: Any, asked: Any) -> bool:
         return False
     pairs = zip(_made_of(found), _made_of(asked), strict=True)
     return all(one is other or not has_untold(one) for one, other in pairs)
-
-
-def _facts_of_files(expression: Any, data_set: dict[str, Any]) -> list[Any]:
-    """What a name leaves out of the files that an expression reads."""
-    if type(expression).__name__ == "ReadParquetPyarrowFS":
-        # It is named by sizes and times of files, which may be the same after a column was renamed.
-        schema = data_set["schema"]
-        return [(schema, schema.metadata, _changes(data_set, expression.fs))]
-    system = data_set.get("fs")
-    if type(system) is LocalFileSystem:
-        return []
-    # To fsspec, file systems of the same arguments are equal, also one whose credentials have ended. And some tell no
-    # time of a file: how many rows it has is read again, as Dask does.
-    return [(id(system), "_pq_length_stats" in vars(expression))]
-
-
-def _changes(data_set: dict[str, Any], filesystem: Any) -> tuple[object, ...]:
-    """When each file of a data set was changed; none where its name tells that. Kept with what is known of them.
-
-    Fragments of pyarrow keep the smallest and largest values of their file. A file that was written again with the
-    time of the old one, as `cp -p` and `rsync -t` do, would be left out by a filter. The time of the change of a local
-    file cannot be set back. Nor can that of an object in a store, which the name has. But stores count in seconds:
-    where the next time may be the same, and on file systems of which nothing is known, the data set is like no other.
-    """
-    known: tuple[object, ...] | None = data_set.get(_CHANGES)
-    if known is None:
-        files, root = data_set.get("all_files", ()), ""
-        while filesystem.type_name == "subtree":
-            filesystem, root = filesystem.base_fs, filesystem.base_path + root
-        known = (object(),)
-        if filesystem.type_name == "local":
-            with contextlib.suppress(OSError):  # it is gone by now
-                known = tuple((s.st_dev, s.st_ino, s.st_ctime_ns) for s in (os.stat(root + f.path) for f in files))
-        elif filesystem.type_name in _STORES:
-            latest = time.time_ns() - _NEAR
-            known = () if all((file.mtime_ns or latest) < latest for file in files) else known
-        data_set[_CHANGES] = known
-    return known
 
 
 def _made_of(expression: Any) -> list[Any]:

@@ -29,10 +29,8 @@ from dask.tokenize import _tokenize_deterministic
 from dask.utils import itemgetter, methodcaller
 
 from dask_gpurt.errors import SeamMismatch
-from dask_gpurt.planning import calls, meta, named, surroundings
+from dask_gpurt.planning import calls, files, meta, named, surroundings
 
-#: files of a data set above which what is known of them is not kept
-MOST_FILES = 1_000
 #: packages whose functions and classes are not loaded a second time
 LIBRARIES = frozenset(
     (
@@ -284,7 +282,9 @@ def _may_hold(expression: Any, new: bool) -> bool:
         others.append(i)
         if i < len(names) and names[i] in named.DATA_SET:
             known = operand if isinstance(operand, dict) else {}
-            if (files := data_set(expression)) is not None and files[1] > MOST_FILES:
+            if known and not files.may_hold(expression, known):
+                return False
+            if (found := files.data_set(expression)) is not None and found[1] > files.MOST:
                 return False
             if known and expression.operand("columns") is None and not _is_small(known["base_meta"]):
                 return False
@@ -380,17 +380,6 @@ def _is_plain(value: Any, users: bool, depth: int = 0) -> bool:
     if isinstance(value, np.ndarray):
         return value.size <= MOST_ITEMS and of(value.tolist())
     return isinstance(value, methodcaller)
-
-
-def data_set(expression: Any) -> tuple[int, int] | None:
-    """What an expression knows of files: (identity of the data set, how many they are); None: it reads none."""
-    known = expression.operand("_dataset_info_cache") if "_dataset_info_cache" in type(expression)._parameters else None
-    if not isinstance(known, dict) or not known:
-        return None
-    # The two readers know the files by different names.
-    data, fragments = known.get("ds"), known.get("fragments")
-    files = max(len(fragments or ()), len(getattr(data, "files", ())))
-    return id(fragments if data is None else data), files
 
 
 def _is_small(frame: Any) -> bool:

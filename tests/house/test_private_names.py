@@ -26,6 +26,7 @@ SEAMS = (
     "planning/seam.py",
     "planning/surroundings.py",  # pandas' options, by which types of results differ
     "planning/calls.py",  # operands of dask.dataframe's expressions
+    "planning/files.py",  # operands, as above
     "planning/meta.py",  # what a frame of pandas is made of
     "planning/named.py",  # operands, as above
     "bench/seam.py",  # stock's shuffle, counted; dask.dataframe's empty frames
