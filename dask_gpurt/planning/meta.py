@@ -97,6 +97,6 @@ def _same(now: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
         return False
     first = 0 if isinstance(now[0], pd.Index) else 2  # after how pandas has arranged the columns
     return all(
-        a is b or bool(a.identical(b) if isinstance(a, pd.Index) and isinstance(b, pd.Index) else a == b)
+        a is b or (type(a) is type(b) and bool(a.identical(b) if isinstance(a, pd.Index) else a == b))
         for a, b in zip(now[first:], before[first:], strict=True)
     )

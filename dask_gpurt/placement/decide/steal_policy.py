@@ -123,7 +123,7 @@ class StealPolicy:
             or prefix is None
             or prefix.seconds is None
             or len(ts.dependencies) > MAX_INPUTS
-            or not worker_facts.is_running(home.ws)
+            or not (busy or worker_facts.is_running(home.ws))
         ):
             # Dask would give it to any worker; where that may be one that cannot read its inputs, it stays.
             return None if tables.devices.mixed and reads_device_values(ts) else STOCK
