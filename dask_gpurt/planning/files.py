@@ -1,8 +1,8 @@
 """Files that an expression reads: `may_hold` says whether each change of them is seen, `facts` what a name leaves out.
 
-A name has what Dask is told of files: sizes, times, versions. That says enough of local files and of objects in a
-store. An expression that reads elsewhere is not held: a server that tells no time of a file, or the time to a second
-only, has changed files that look like the ones before.
+A name contains what Dask knows of files: sizes, times, versions. For local files and for objects in a store that is
+enough. An expression that reads elsewhere is not held: some servers give no time of a file, or one to the second, and
+a file that was changed looks like the one before.
 """
 
 from __future__ import annotations
