@@ -248,26 +248,6 @@ def test_arguments_that_a_user_changes_in_place(
     pd.testing.assert_frame_equal(query(t, given()).compute(), expected)
 
 
-@pytest.mark.parametrize("installed", ["before", "after"])
-def test_names_of_an_index_that_a_user_changes_in_place(
-    kept: held.HeldExpressions, files: Path, installed: str
-) -> None:
-    """Dask keeps the list in what it knows of the files, and reads by that."""
-    if installed == "before":
-        kept.install()
-    names = ["key"]
-    first = dd.read_parquet(str(files), index=names)
-    expected = first.compute()
-    names[0] = "value"
-    kept.install()
-    if installed == "after":
-        dd.read_parquet(str(files), index=["key"])
-    del first
-    gc.collect()
-    pd.testing.assert_frame_equal(dd.read_parquet(str(files), index=["key"]).compute(), expected)
-    assert kept.failed is None
-
-
 def test_an_argument_that_is_changed_after_its_expression_is_found(kept: held.HeldExpressions, files: Path) -> None:
     """What the expression had computed before it was held must not have the list of the user in it either."""
     t = dd.read_parquet(str(files))

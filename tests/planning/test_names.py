@@ -224,6 +224,26 @@ def test_the_token_of_what_is_not_held_is_not_taken_again(kept: held.HeldExpress
     assert len(taken) == before
 
 
+@pytest.mark.parametrize("installed", ["before", "after"])
+def test_names_of_an_index_that_a_user_changes_in_place(
+    kept: held.HeldExpressions, files: Path, installed: str
+) -> None:
+    """Dask keeps the list in what it knows of the files, and reads by that."""
+    if installed == "before":
+        kept.install()
+    names = ["key"]
+    first = dd.read_parquet(str(files), index=names)
+    expected = first.compute()
+    names[0] = "value"
+    kept.install()
+    if installed == "after":
+        dd.read_parquet(str(files), index=["key"])
+    del first
+    gc.collect()
+    pd.testing.assert_frame_equal(dd.read_parquet(str(files), index=["key"]).compute(), expected)
+    assert kept.failed is None
+
+
 @pytest.mark.parametrize("filesystem", ["fsspec", "arrow"])
 def test_files_of_the_same_size_and_time(kept: held.HeldExpressions, tmp_path: Path, filesystem: str) -> None:
     """The types of their columns are other ones."""
