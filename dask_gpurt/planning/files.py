@@ -68,7 +68,7 @@ def _below(system: Any) -> tuple[Any, str]:
     return system, root
 
 
-def _changes(data_set: dict[str, Any], system: Any) -> tuple[object, ...]:
+def _changes(known: dict[str, Any], system: Any) -> tuple[object, ...]:
     """When each file of a data set was changed; none where its name tells that. Kept with what is known of them.
 
     Fragments of pyarrow keep the smallest and largest values of their file. A file that was written again with the
@@ -76,16 +76,16 @@ def _changes(data_set: dict[str, Any], system: Any) -> tuple[object, ...]:
     file cannot be set back. Nor can that of an object in a store, which the name has. But stores count in seconds:
     where the next time may be the same, the data set is like no other.
     """
-    known: tuple[object, ...] | None = data_set.get(_CHANGES)
-    if known is None:
-        files = data_set.get("all_files", ())
+    changes: tuple[object, ...] | None = known.get(_CHANGES)
+    if changes is None:
+        files = known.get("all_files", ())
         system, root = _below(system)
-        known = (object(),)
+        changes = (object(),)
         if system.type_name == "local":
             with contextlib.suppress(OSError):  # it is gone by now
-                known = tuple((s.st_dev, s.st_ino, s.st_ctime_ns) for s in (os.stat(root + f.path) for f in files))
+                changes = tuple((s.st_dev, s.st_ino, s.st_ctime_ns) for s in (os.stat(root + f.path) for f in files))
         else:
             latest = time.time_ns() - _NEAR
-            known = () if all((file.mtime_ns or latest) < latest for file in files) else known
-        data_set[_CHANGES] = known
-    return known
+            changes = () if all((file.mtime_ns or latest) < latest for file in files) else changes
+        known[_CHANGES] = changes
+    return changes

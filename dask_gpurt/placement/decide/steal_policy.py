@@ -14,7 +14,7 @@ that unit. So this opinion, in seconds, comes before Dask's own test, and a task
 2. At home the task counts as the last in the queue; elsewhere it needs its inputs first. Moving is charged once more as
    what it costs other tasks, as in `cost`.
 3. A task of unknown duration is left to Dask: there is nothing to compare. So is one at a worker that is paused, as it
-   begins nothing, for how long is not known.
+   begins nothing, for how long is not known; unless the worker is slow as well (`busy`).
 4. A task whose inputs take longer to send than moving it can gain stays (`steal_gain`).
 5. Where tasks that run have all threads of the victim, and take much longer than expected, they are taken to go on for
    as long again: how much longer is not known, it may be for hours. Nor may a task wait behind one that waits for it.

@@ -66,3 +66,5 @@ def test_a_task_at_a_worker_that_is_paused_is_left_to_dask(on_disk: bool) -> Non
     assert engine.thief(task, {idle}, {}, None) is None
     home.status = Status.paused
     assert engine.thief(task, {idle}, {}, None) is STOCK
+    slow = engine.steal_policy.choose(task, {idle}, {}, busy=True)  # type: ignore[arg-type]
+    assert slow is not STOCK, "what is rescued from a slow worker is, paused or not"
