@@ -10,7 +10,7 @@ What a queue costs depends on the machine, so it is measured. While a group is q
 of roots before they have run, so a group is queued unless all of this holds:
 
 1. The last group of the same prefix and size (rounded to a power of two) was computed to its end, without an error.
-2. As many results again fit in `AHEAD_SHARE` of the memory marks.
+2. As many results again, dealt evenly, fit in `ROOM_SHARE` of what each worker has free below its memory mark.
 3. An even deal would be late by less than half of the time that each thread idled when such groups were queued,
    as far as a message per root explains it. No worker is known to be slow (`ClusterSpeed.uneven`).
 4. It has not been slower at once than queued (`STRIKES`).
@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from distributed.protocol.pickle import dumps
 
-from dask_gpurt.placement.decide.root_times import AHEAD_SHARE, ROUND_TRIP_SECONDS
+from dask_gpurt.placement.decide.root_times import ROUND_TRIP_SECONDS
 from dask_gpurt.placement.tables import worker_facts
 
 if TYPE_CHECKING:
@@ -57,6 +57,9 @@ DOUBT = 0.1
 WORSE, STRIKES, BANNED = 1.25, 3, 16
 #: weight of a queued group in what is known of queuing
 GAIN = 0.25
+#: of what a worker has free: all results may be there at once, the next tasks' beside them, and copies of both that are
+#: on their way
+ROOM_SHARE = 0.25
 #: what 100 Mbit/s carry in the time of the message that a root given out at once spares
 CARRIED_BYTES = int(ROUND_TRIP_SECONDS * 12.5e6)
 
@@ -237,10 +240,12 @@ class TinyRoots:
         threads = tables.scheduler.total_nthreads
         if not threads:  # the last worker is just leaving: its tasks are ready again before the tables hear of it
             return False
-        mark = sum(info.mark_bytes for info in tables.workers.all.items)
-        if tables.speeds.uneven or known.nbytes * looked.size >= AHEAD_SHARE * mark:
-            return False
         each = looked.size / threads
+        if tables.speeds.uneven or any(
+            known.nbytes * each * info.ws.nthreads >= ROOM_SHARE * (info.mark_bytes - info.ws.nbytes)
+            for info in tables.workers.all.items
+        ):
+            return False
         # A message for each root explains no more. Other idle time, as of threads without an own block, is no queue's.
         idle = min(known.idle_seconds, each * ROUND_TRIP_SECONDS)
         return _late_seconds(known, each) < idle / 2

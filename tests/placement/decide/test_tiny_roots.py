@@ -11,8 +11,7 @@ import pytest
 from distributed.utils_test import gen_cluster
 
 from dask_gpurt.placement.decide.root_blocks import RootBlocks
-from dask_gpurt.placement.decide.root_times import AHEAD_SHARE
-from dask_gpurt.placement.decide.tiny_roots import BANNED, CARRIED_BYTES, STRIKES, TinyRoots
+from dask_gpurt.placement.decide.tiny_roots import BANNED, CARRIED_BYTES, ROOM_SHARE, STRIKES, TinyRoots
 from tests.placement.clusters import FOUR, install
 from tests.placement.fakes import FakeWorker, make_engine
 
@@ -229,7 +228,19 @@ def test_results_of_all_tasks_count() -> None:
     for factor, answer in ((0.9, False), (1.1, True), (0.9, False)):
         group = Group(prefix)
         assert s.arrives(group) is answer
-        s.runs(group, SHORT, nbytes=int(factor * AHEAD_SHARE * mark / N))
+        s.runs(group, SHORT, nbytes=int(factor * ROOM_SHARE * mark / N))
+
+
+def test_only_what_is_free_counts() -> None:
+    """Of each worker: one that holds much gets its even share, too."""
+    s, prefix = Script(), Prefix()
+    infos = s.engine.tables.workers.all.items
+    mark = sum(info.mark_bytes for info in infos)
+    for held, answer in ((0.0, False), (0.5, True), (0.7, False)):
+        infos[2].ws.nbytes = int(held * infos[2].mark_bytes)
+        group = Group(prefix)
+        assert s.arrives(group) is answer
+        s.runs(group, SHORT, nbytes=int(0.4 * ROOM_SHARE * mark / N))
 
 
 def test_the_last_worker_leaves() -> None:
