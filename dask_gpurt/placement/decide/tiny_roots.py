@@ -10,7 +10,8 @@ What a queue costs depends on the machine, so it is measured. While a group is q
 of roots before they have run, so a group is queued unless all of this holds:
 
 1. The last group of the same prefix and size (rounded to a power of two) was computed to its end, without an error.
-2. As many results again, dealt evenly, fit in `ROOM_SHARE` of what each worker has free below its memory mark.
+2. As many results again, dealt evenly, fit in `ROOM_SHARE` of what each worker has free below its memory mark, or in
+   what roots sent ahead may take (`AHEAD_SHARE`).
 3. An even deal would be late by less than half of the time that each thread idled when such groups were queued,
    as far as a message per root explains it. No worker is known to be slow (`ClusterSpeed.uneven`).
 4. It has not been slower at once than queued (`STRIKES`).
@@ -34,7 +35,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from distributed.protocol.pickle import dumps
 
-from dask_gpurt.placement.decide.root_times import ROUND_TRIP_SECONDS
+from dask_gpurt.placement.decide.root_times import AHEAD_SHARE, ROUND_TRIP_SECONDS
 from dask_gpurt.placement.tables import worker_facts
 
 if TYPE_CHECKING:
@@ -242,7 +243,8 @@ class TinyRoots:
             return False
         each = looked.size / threads
         if tables.speeds.uneven or any(
-            known.nbytes * each * info.ws.nthreads >= ROOM_SHARE * (info.mark_bytes - info.ws.nbytes)
+            known.nbytes * each * info.ws.nthreads
+            >= max(AHEAD_SHARE * info.mark_bytes, ROOM_SHARE * (info.mark_bytes - info.ws.nbytes))
             for info in tables.workers.all.items
         ):
             return False

@@ -243,6 +243,16 @@ def test_only_what_is_free_counts() -> None:
         s.runs(group, SHORT, nbytes=int(0.4 * ROOM_SHARE * mark / N))
 
 
+def test_what_may_be_sent_ahead_goes_to_a_full_worker_too() -> None:
+    s, prefix = Script(), Prefix()
+    for info in s.engine.tables.workers.all.items:
+        info.ws.nbytes = int(3 * info.mark_bytes)
+    for answer in (False, True):
+        group = Group(prefix)
+        assert s.arrives(group) is answer
+        s.runs(group, SHORT)
+
+
 def test_the_last_worker_leaves() -> None:
     """Its tasks are ready again before the tables hear that it has left."""
     s, prefix = Script(), Prefix()
