@@ -90,6 +90,8 @@ class Eviction:
         self._more: asyncio.Handle | None = None
         #: called with each copy that was written, after the books; must not raise
         self.on_copy: Callable[[Entry], None] | None = None
+        #: called when a value has left memory, or does not leave after all
+        self.on_moved: Callable[[], None] = lambda: None
         self._set_near()
 
     # ------------------------------------------------------------------ whether there is anything to choose
@@ -243,6 +245,7 @@ class Eviction:
                 self._books.victims.keep_first(entry)
         self.balance()
         self.gate.wake()
+        self.on_moved()
 
     def _forget_copy(self, entry: Entry) -> None:
         copy, entry.handle = entry.handle, None
@@ -357,6 +360,7 @@ class Eviction:
                     self.on_copy(entry)
         self.balance()
         self.gate.wake()
+        self.on_moved()
 
     # ------------------------------------------------------------------ failing
 

@@ -101,6 +101,7 @@ class WorkerSeam:
             seceded=self._seceded,
             threads=lambda: worker.state.nthreads,
         )
+        engine.eviction.on_moved = self.turns.look
         #: brings inputs into memory
         self.inputs = Inputs(worker, self.store, self.losses)
         small = SmallTasks(worker, engine, self.store, self.turns, guard)

@@ -49,7 +49,7 @@ LEAST_BYTES = 1 << 20
 #: nor one that allocates less than its thread's part of this share of the limit. So tasks that are not counted take no
 #: more than this together; and they need no look at the process, which takes longer than many of them do
 LEAST_SHARE = 1 / 64
-#: between two looks at the process while a task waits
+#: between two looks at the process while a task waits, where nothing is seen to end
 _LOOK_SECONDS = 0.1
 #: a result below this is not remembered, in bytes: its task never waits for it
 SMALL_RESULT_BYTES = LEAST_BYTES // 2
@@ -154,7 +154,7 @@ class Turns:
         self._seceded = seceded
         self._threads = threads
         self._running: dict[Turn, None] = {}
-        self._ended: asyncio.Event = asyncio.Event()
+        self._changed: asyncio.Event = asyncio.Event()
         self.outputs = Outputs()
         #: called when a task has to wait: memory that others keep is to be given back
         self.on_short: Callable[[], None] = lambda: None
@@ -185,7 +185,11 @@ class Turns:
     def end(self, turn: Turn | None) -> None:
         """The task has ended, or does not begin."""
         if turn is not None and self._running.pop(turn, turn) is None:
-            self._ended.set()
+            self.look()
+
+    def look(self) -> None:
+        """Something has left memory: a task that waits looks again, as it does every tenth of a second."""
+        self._changed.set()
 
     async def _wait(self, turn: Turn, inputs: list[Value]) -> None:
         start, waited = monotonic(), False  # the wall clock may be set back
@@ -200,9 +204,9 @@ class Turns:
                         self.passed_by += 1
                     break
                 self.on_short()
-                self._ended.clear()
+                self._changed.clear()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._ended.wait(), _LOOK_SECONDS)
+                    await asyncio.wait_for(self._changed.wait(), _LOOK_SECONDS)
         self.wait_seconds += monotonic() - start
 
     def _waited_for(self) -> list[Turn]:
