@@ -101,7 +101,6 @@ class WorkerSeam:
             seceded=self._seceded,
             threads=lambda: worker.state.nthreads,
         )
-        engine.eviction.on_moved = self.turns.look
         #: brings inputs into memory
         self.inputs = Inputs(worker, self.store, self.losses)
         small = SmallTasks(worker, engine, self.store, self.turns, guard)
@@ -172,10 +171,12 @@ class WorkerSeam:
             override.install()
         self.prefetch.install()
         self.hints.install()
+        self._engine.eviction.on_moved = self.turns.look
         self._engine.eviction.on_pressed.append(self._pressed)
         self._pressed()
 
     def _stop_listening(self) -> None:
+        self._engine.eviction.on_moved = lambda: None
         listeners = self._engine.eviction.on_pressed
         if self._pressed in listeners:
             listeners.remove(self._pressed)
