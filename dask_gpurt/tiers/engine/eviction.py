@@ -243,6 +243,10 @@ class Eviction:
             self._books.move(entry, "kept")
             if not entry.pins:
                 self._books.victims.keep_first(entry)
+        self._moved()
+
+    def _moved(self) -> None:
+        # A value has left memory, or does not leave after all.
         self.balance()
         self.gate.wake()
         self.on_moved()
@@ -358,9 +362,7 @@ class Eviction:
                     _forget_value(entry)
                 if self.on_copy is not None:
                     self.on_copy(entry)
-        self.balance()
-        self.gate.wake()
-        self.on_moved()
+        self._moved()
 
     # ------------------------------------------------------------------ failing
 

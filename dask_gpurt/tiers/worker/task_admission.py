@@ -1,7 +1,7 @@
 """`Turns`: which task begins now, and which after another has ended, where the process is nearly full.
 
 Values can leave memory. What a task allocates while it runs cannot, and neither can its inputs. So a task whose working
-set does not fit beside those that run waits until one of them has ended.
+set does not fit beside those that run waits until one of them has ended, or one of our own writes, which make room.
 
 *Working set* of a task: its inputs, and what it allocates. For a prefix that has run before, that is twice the result
 or as much as the inputs, whichever is more; else as much as the inputs. A task begins when two sums together stay below
@@ -49,7 +49,7 @@ LEAST_BYTES = 1 << 20
 #: nor one that allocates less than its thread's part of this share of the limit. So tasks that are not counted take no
 #: more than this together; and they need no look at the process, which takes longer than many of them do
 LEAST_SHARE = 1 / 64
-#: between two looks at the process while a task waits, where nothing is seen to end
+#: between two looks at the process while a task waits and nothing calls `Turns.look`
 _LOOK_SECONDS = 0.1
 #: a result below this is not remembered, in bytes: its task never waits for it
 SMALL_RESULT_BYTES = LEAST_BYTES // 2
@@ -188,7 +188,7 @@ class Turns:
             self.look()
 
     def look(self) -> None:
-        """Something has left memory: a task that waits looks again, as it does every tenth of a second."""
+        """A task has ended, or a value has left memory: tasks that wait look at once whether there is room for them."""
         self._changed.set()
 
     async def _wait(self, turn: Turn, inputs: list[Value]) -> None:
