@@ -2,6 +2,7 @@
 
     python -m benchmarks.strangers sim --set look --workers 16 --jobs 1 [--names a,b] [--policies stock,inf,gpurt]
     python -m benchmarks.strangers live --set look [--names a,b] [--runs 3] [--out FILE]
+    python -m benchmarks.strangers live --set naive --runs 5 [--out FILE]
     python -m benchmarks.strangers validate [--names k_means] [--policies stock] [--out FILE]
     python -m benchmarks.strangers list
 
@@ -20,7 +21,7 @@ import os
 for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(name, "1")
 
-from benchmarks.strangers import cases, live, ports, sim, validate  # noqa: E402
+from benchmarks.strangers import cases, live, sim, validate  # noqa: E402
 from benchmarks.strangers.catalogue import PROGRAMS, SETS, set_of  # noqa: E402
 
 
@@ -43,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
     validate.arguments(commands.add_parser("validate", help="simulated against real, for programs that iterate"))
     commands.add_parser("list", help="names of the cases").set_defaults(run=show)
     args = parser.parse_args(argv)
-    held = [n for n in getattr(args, "names", None) or [] if n not in ports.PORTS and set_of(n) == "held"]
+    held = [n for n in getattr(args, "names", None) or [] if n not in live.WITH_CLIENT and set_of(n) == "held"]
     if (getattr(args, "set", "look") == "held" or held) and not args.issue_ends:
         parser.error(f"the held set {held or ''} is run only when an issue ends; then give --issue-ends")
     args.run(args)

@@ -23,7 +23,7 @@ from distributed import Client, LocalCluster
 import dask_gpurt
 from benchmarks import data
 from benchmarks.compare import turns
-from benchmarks.strangers import cases, everyday, ports  # noqa: F401 (everyday adds to the ports)
+from benchmarks.strangers import cases, everyday, naive, ports  # noqa: F401 (everyday adds to the ports)
 from benchmarks.strangers.catalogue import PROGRAMS, SETS, Scale
 from benchmarks.strangers.sim import FULLER, POLICIES, SLOWER
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 RESULT = os.path.join(data.RESULTS, "strangers_live.json")
+#: programs that are given a client, by name
+WITH_CLIENT = {**ports.PORTS, **naive.programs()}
 #: relative difference of two answers that the order of sums explains
 ROUNDING = 1e-6
 #: at the start of each cluster, not counted: workers import what they need
@@ -107,7 +109,7 @@ def once(client: Client, name: str, scale: Scale, limit: float) -> dict[str, Any
     began = time.perf_counter()
     try:
         with client.as_current():
-            answer = ports.PORTS[name](client) if name in ports.PORTS else PROGRAMS[name].run(scale)
+            answer = WITH_CLIENT[name](client) if name in WITH_CLIENT else PROGRAMS[name].run(scale)
         out["seconds"] = round(time.perf_counter() - began, 4)
         out["answer"] = numbers(answer)
     except Exception as e:
@@ -188,11 +190,17 @@ def summary(entries: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def _names(which: str) -> list[str]:
+    if which == naive.SET:
+        return list(naive.programs())
+    return [*ports.PORTS, *(n for n in cases.names(which, 0) if n in PROGRAMS)]
+
+
 def run(args: argparse.Namespace) -> None:
     """``live`` of the command line."""
     logging.getLogger("distributed").setLevel(logging.ERROR)
     signal.signal(signal.SIGALRM, _alarm)
-    chosen = args.names or [*ports.PORTS, *(n for n in cases.names(args.set, 0) if n in PROGRAMS)]
+    chosen = args.names or _names(args.set)
     scale = Scale(args.workers * 2, args.grain)
     entries = []
     head = "stock s, inf s, ours s, ratio [range], moved, peak, noise of stock"
@@ -217,6 +225,7 @@ def run(args: argparse.Namespace) -> None:
                     "load_average": os.getloadavg(),
                     "summary": summary(entries),
                     "programs": entries,
+                    **({"pairs": naive.pairs(entries)} if args.set == naive.SET else {}),
                 }
                 data.write_json(args.out, report)
     for key, value in summary(entries).items():
@@ -225,7 +234,7 @@ def run(args: argparse.Namespace) -> None:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``live``."""
-    parser.add_argument("--set", choices=SETS, default="look")
+    parser.add_argument("--set", choices=(*SETS, naive.SET), default="look")
     parser.add_argument("--names", type=lambda t: t.split(","), help="programs or ports, instead of a set")
     parser.add_argument("--workers", type=int, default=2, help="processes of each cluster")
     parser.add_argument("--memory", default="1GiB", help="limit of each process")
