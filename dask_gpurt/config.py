@@ -65,6 +65,8 @@ class PlacementSettings:
     shadow: bool = False
     #: second copies of tasks that hang behind
     stragglers: bool = True
+    #: steps of a partition of a data frame as one task
+    fusion: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,7 @@ from dask_gpurt.placement.decide.decision import Declined
 from dask_gpurt.placement.engine import Engine
 from dask_gpurt.placement.monitor import Monitor
 from dask_gpurt.placement.takeover.fetch_sources import FetchSources
+from dask_gpurt.placement.takeover.fusion import Fusion
 from dask_gpurt.placement.takeover.prompt_messages import PromptMessages
 from dask_gpurt.placement.takeover.root_queue import RootQueue
 from dask_gpurt.placement.takeover.seam import Seam
@@ -84,6 +85,7 @@ class PlacementPlugin(SchedulerPlugin):
         self.copies: Speculation | None = None
         self.monitor: Monitor | None = None
         self.messages: PromptMessages | None = None
+        self.fusion: Fusion | None = None
 
     async def start(self, scheduler: Scheduler) -> None:
         """Take over. A second call for the same scheduler does nothing.
@@ -129,15 +131,18 @@ class PlacementPlugin(SchedulerPlugin):
             self.copies.on_won = engine.books.copy_won
             self.copies.install()
         self.messages = PromptMessages(scheduler, lambda: engine.safe)
+        if self.settings.fusion:
+            self.fusion = Fusion(seam, lambda: not engine.safe)
+            self.fusion.install()
         self.monitor = Monitor(engine, seam, self.stealing, self.copies)
         self.monitor.start()
 
     def uninstall(self) -> None:
         """Give the scheduler back as it was. Safe to call at any time, also twice."""
-        for part in (self.monitor, self.messages, self.copies, self.routes, self.stealing, self.seam):
+        for part in (self.fusion, self.monitor, self.messages, self.copies, self.routes, self.stealing, self.seam):
             if part is not None:
                 (part.stop if isinstance(part, Monitor) else part.uninstall)()
-        self.monitor = self.messages = self.copies = self.routes = self.stealing = None
+        self.fusion = self.monitor = self.messages = self.copies = self.routes = self.stealing = None
         engine, self.engine = self.engine, None
         if engine is not None:
             self._guard(_give_out, engine.scheduler)
@@ -176,7 +181,8 @@ class PlacementPlugin(SchedulerPlugin):
         ``governor`` (standing, reason, trials, robust predicted against actual per prefix), ``graph_judge`` (whole
         graphs: those left to stock and why, in words; see `GraphJudge.statistics`), ``shadow`` (in shadow mode:
         agreement, predicted gains), ``stealing`` (opinions, tasks asked back from slow workers), ``copies`` of
-        stragglers by what became of them, ``messages_early`` (to idle workers); ``exceptions``, ``last_traceback``,
+        stragglers by what became of them, ``fusion`` (graphs of data frames with fewer tasks, and the tasks spared),
+        ``messages_early`` (to idle workers); ``exceptions``, ``last_traceback``,
         ``retired`` (part -> reason). Only ``installed: false`` after `uninstall`.
         """
         if self.engine is None or self.seam is None:
@@ -198,6 +204,7 @@ class PlacementPlugin(SchedulerPlugin):
                 "running": 0 if self.copies is None else len(self.copies.copies),
                 "forbidden": dict(self.engine.forbade),
             },
+            "fusion": {"graphs": 0, "spared": 0} if self.fusion is None else self.fusion.statistics(),
             "messages_early": 0 if self.messages is None else self.messages.early,
             "routes_shortened": 0 if self.routes is None else self.routes.shortened,
             "fallbacks": fallbacks,

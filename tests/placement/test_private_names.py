@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import distributed.scheduler
 import pytest
 from distributed import Client, Scheduler
 from distributed.scheduler import TaskState, WorkerState
@@ -13,6 +14,7 @@ from distributed.stealing import WorkStealing
 
 from dask_gpurt.errors import SeamMismatch
 from dask_gpurt.placement.takeover import seam
+from dask_gpurt.placement.takeover.fusion import Fusion
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 TAKEOVER = Path(seam.__file__).parent
 #: attributes that begin with an underscore and are public: of named tuples
 PUBLIC = {"_replace", "_make", "_fields", "_asdict"}
+#: where a graph is made, and where its tasks are
+FUSION = [(distributed.scheduler, "_materialize_graph"), (Scheduler, "_generate_taskstates")]
 NAMES = [
     *((Scheduler, name) for name in (*seam.SIGNATURES, "_TRANSITIONS_TABLE")),
     *((WorkStealing, name) for name in seam.STEALING),
@@ -56,7 +60,7 @@ def test_a_private_name_is_found(text: str, tmp_path: Path) -> None:
 
 
 def test_all_private_names_of_the_take_over_are_in_its_tables() -> None:
-    known = {name for _, name in NAMES}
+    known = {name for _, name in (*NAMES, *FUSION)}
     used = {found.rsplit(".", 1)[1] for p in TAKEOVER.glob("*.py") for found in private_names(p) if ": ." in found}
     assert used - known <= {"_active"}, "of model.wrapped"
 
@@ -68,6 +72,13 @@ def test_without_one_of_them_nothing_is_installed(owner: type, name: str, monkey
     scheduler = object.__new__(Scheduler)
     with pytest.raises(SeamMismatch, match=name):
         seam.Seam(scheduler).check()
+
+
+@pytest.mark.parametrize(("owner", "name"), FUSION)
+def test_without_one_of_them_nothing_is_fused(owner: object, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(owner, name, raising=False)
+    with pytest.raises(SeamMismatch, match=name):
+        Fusion(seam.Seam(object.__new__(Scheduler)), lambda: True)
 
 
 def test_with_all_of_them_it_is() -> None:

@@ -12,18 +12,20 @@ The engines share this process, and what it has planned for one must not help an
 the extension is planned, and off for stock. So the first run of a query finds nothing, and later ones do; the file of
 figures has each run.
 
-Queries are computed as users do. ``compute`` of Dask 2026.8 does not fuse dataframes (docs/upstream.md, "Dataframes are
-computed without fusion"): each step of a partition is a task, and work stealing takes some of them to another worker,
-with partitions of hundreds of megabytes. ``fuse=True`` calls ``.optimize()`` first, and measures what that costs.
+Queries are computed as users do, by ``compute``. In Dask 2026.8 that does not fuse dataframes (docs/upstream.md,
+"Dataframes are computed without fusion"): each step of a partition is a task, and work stealing takes some of them to
+another worker, with partitions of hundreds of megabytes. ``fuse=True`` calls ``.optimize()`` first, also for stock.
 """
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import math
 import statistics
 import threading
 import time
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -37,7 +39,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import pyarrow as pa
-    from distributed import Future
 
     from dask_gpurt.bench.progress import Progress
     from dask_gpurt.bench.tpch.answers import Difference
@@ -171,19 +172,19 @@ def _one(
     limit_s: float | None,
 ) -> None:
     meters.start()
-    future: Future | None = None
     cluster.busy.set()
     start = time.perf_counter()
     try:
         # Current, not just called: dask.dataframe plans peer-to-peer shuffles only if there is a default client.
         with planning.switched(cluster.holds_plans), cluster.client.as_current():
             query = queries.QUERIES[cell.query](opened)
-            future = cluster.client.compute(query.optimize() if fuse else query)
-            got = future.result(timeout=limit_s)
+            got = _computed(query.optimize() if fuse else query, limit_s)
+    except _TooLong:
+        cell.timed_out = True
+        cell.errors.append(f"no answer in {limit_s:g} s")
+        return
     except Exception as e:
-        # A task may raise TimeoutError too; then the future is done, with an error.
-        cell.timed_out = isinstance(e, TimeoutError) and future is not None and not future.done()
-        cell.errors.append(f"no answer in {limit_s:g} s" if cell.timed_out else f"{type(e).__name__}: {e}")
+        cell.errors.append(f"{type(e).__name__}: {e}")
         return
     finally:
         cluster.busy.clear()
@@ -194,6 +195,29 @@ def _one(
     cell.differences.extend(answers.compare(cell.query, expected, got))
 
 
+class _TooLong(Exception):
+    """A query has no answer in time."""
+
+
+def _computed(query: Any, limit_s: float | None) -> Any:
+    """What ``query.compute()`` returns. It raises `_TooLong` after `limit_s` seconds, and goes on in a thread then."""
+    if limit_s is None:
+        return query.compute()
+    answer: Future[Any] = Future()
+
+    def compute() -> None:
+        try:
+            answer.set_result(query.compute())
+        except BaseException as e:
+            answer.set_exception(e)
+
+    # In its context there is a current client.
+    threading.Thread(target=contextvars.copy_context().run, args=(compute,), daemon=True).start()
+    if not wait((answer,), limit_s).done:
+        raise _TooLong
+    return answer.result()
+
+
 def warm_up(cluster: ProcessCluster, directory: str) -> None:
     """First contact: imports, connections between workers, threads. Not measured."""
     frame = tables.open_tables(directory, 1.0)
@@ -201,7 +225,7 @@ def warm_up(cluster: ProcessCluster, directory: str) -> None:
         frame.customer[["c_custkey", "c_nationkey"]], left_on="n_nationkey", right_on="c_nationkey"
     )
     with cluster.client.as_current():
-        cluster.client.compute(nations.groupby("n_name").c_custkey.count()).result()
+        nations.groupby("n_name").c_custkey.count().compute()
     Meters(cluster.client).start()
 
 

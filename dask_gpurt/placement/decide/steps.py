@@ -1,0 +1,163 @@
+"""`fused`: the steps of a partition of a data frame that nothing else reads become one task.
+
+``read_csv``, a conversion of its text, a filter, two new columns and a sum by groups are six tasks a partition. Each is
+sent, run, reported and forgotten by itself, and its result counted, kept and perhaps moved. Dask fuses such steps for
+``persist``, and leaves it out in ``compute`` (docs/upstream.md).
+
+A *step* is an expression that works partition by partition. A *group* is a step with those below it that only steps of
+the group read. Its tasks are put into the one of its uppermost step, which keeps its key, so nothing above it changes.
+That nothing else reads a task which is dropped is seen in the graph itself, task by task.
+
+A group whose steps could run side by side, such as two columns computed apart, is left where there are fewer partitions
+than threads: they may be all the parallelism that there is. A chain has none to lose.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+from dask.task_spec import Task
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Container, Iterable, Mapping
+
+    from dask.typing import Key
+
+#: the module of data frames' expressions. Without it there is none in a graph
+_MODULE = "dask.dataframe.dask_expr._expr"
+#: kinds that hold data of the client's. A task of theirs says by itself that it carries some
+_DATA = ("FromArray", "FromDelayed", "FromPandas")
+
+
+class Steps:
+    """The steps of an expression, each with what reads it.
+
+    Parameters
+    ----------
+    expression
+        As it came from a client: all that is to be computed.
+    """
+
+    def __init__(self, expression: Any) -> None:
+        module = sys.modules.get(_MODULE)
+        #: names of all expressions, each after those that read it
+        self.order: list[str] = []
+        #: names of steps
+        self.names: set[str] = set()
+        #: name -> names of those that read it, and of those that it reads
+        self.readers: defaultdict[str, set[str]] = defaultdict(set)
+        self.reads: dict[str, set[str]] = {}
+        if module is None:
+            return
+        data = tuple(getattr(module, name) for name in _DATA)
+        left: list[tuple[Any, bool]] = [(expression, False)]
+        while left:
+            one, done = left.pop()
+            name = one._name
+            if done:
+                self.order.append(name)
+            elif name not in self.reads:
+                below = one.dependencies()
+                self.reads[name] = {other._name for other in below}
+                for other in self.reads[name]:
+                    self.readers[other].add(name)
+                if isinstance(one, module.Blockwise) and not isinstance(one, data):
+                    self.names.add(name)
+                left.append((one, True))
+                left += ((other, False) for other in below)
+        self.order.reverse()
+
+    def groups(self, partitions: Mapping[str, Collection[int]], kept: Container[str], threads: float) -> dict[str, str]:
+        """Name of a step -> name of the uppermost one of its group; those alone in their group are left out.
+
+        Parameters
+        ----------
+        partitions
+            Name of a step -> numbers of its tasks.
+        kept
+            Names of which a task is asked for.
+        threads
+            Of the cluster.
+        """
+        top: dict[str, str] = {}
+        members: defaultdict[str, list[str]] = defaultdict(list)
+        for name in self.order:
+            if name not in partitions:
+                continue
+            above = {top.get(reader, "") for reader in self.readers[name]}
+            over = above.pop() if len(above) == 1 and name not in kept else ""
+            if not over or partitions[over] != partitions[name]:
+                over = name
+            top[name] = over
+            members[over].append(name)
+        for over, group in members.items():
+            chain = all(below in self.reads[above] for above, below in itertools.pairwise(group))
+            if len(group) == 1 or not (chain or len(partitions[over]) >= threads):
+                for name in group:
+                    del top[name]
+        return top
+
+
+def fused(
+    graph: dict[Key, Any],
+    expression: Any,
+    *,
+    asked: Iterable[Key],
+    annotated: Iterable[Key],
+    known: Container[str],
+    threads: float,
+) -> dict[Key, Any]:
+    """A graph with fewer tasks and the same results; the same one where there are none to spare.
+
+    Parameters
+    ----------
+    graph
+        Key -> task, as `expression` makes it.
+    asked
+        Keys whose results are wanted.
+    annotated
+        Keys with wishes of their own, such as a worker. Nothing is done about their groups.
+    known
+        Names of which the scheduler has tasks already, which another graph may have in common with this one.
+    threads
+        Of the cluster.
+    """
+    steps = Steps(expression)
+    if len(steps.names) < 2:
+        return graph
+    partitions: defaultdict[str, set[int]] = defaultdict(set)
+    for key in graph:
+        if type(key) is tuple and len(key) == 2 and key[0] in steps.names:
+            partitions[key[0]].add(key[1])
+    kept = {_name(key) for key in asked} | {name for name in steps.names if name in known}
+    top = steps.groups(partitions, kept, threads)
+    if not top:
+        return graph
+    left = {top[name] for key in annotated if (name := _name(key)) in top}
+    for key, task in graph.items():
+        here = top.get(_name(key))
+        if here is not None and (type(task) is not Task or task.block_fusion):
+            left.add(here)
+        for other in task.dependencies:
+            over = top.get(name := _name(other))
+            # What is dropped may be read by the same partition of its own group only.
+            if over is not None and over != name and (over != here or key[1:] != other[1:]):
+                left.add(over)
+    together: defaultdict[Key, list[Any]] = defaultdict(list)
+    out: dict[Key, Any] = {}
+    for key, task in graph.items():
+        over = top.get(_name(key))
+        if over is None or over in left:
+            out[key] = task
+        else:
+            together[over, key[1]].append(task)
+    for key, tasks in together.items():
+        out[key] = Task.fuse(*tasks, key=key)
+    return out
+
+
+def _name(key: Any) -> Any:
+    return key[0] if type(key) is tuple and key else None

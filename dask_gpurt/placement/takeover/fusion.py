@@ -1,0 +1,212 @@
+"""`Fusion`: graphs of data frames are fused as they come, see `placement.decide.steps`.
+
+Where
+    `distributed.scheduler._materialize_graph`, in the thread where Dask makes the graph of an expression. It is a
+    function of a module, so ours stays there, and does nothing but for a scheduler that has said so by `_current`.
+
+Which graphs
+    Those for whose result a client waits, ``df.compute()`` and ``dask.compute(...)``. Futures, as of
+    ``client.compute``, are left: the next graph may use a step of the first one, while both run. For the same reason
+    nothing is fused whose steps a scheduler has already.
+
+The same key twice
+    A key may now have other inputs than in a graph that came before, as of another client. The scheduler has that task
+    already, with all that it needs, so what the new graph says of it is left out, with what only that needs
+    (`_forget_known`). Stock would keep the tasks below it for good, as nothing asks for them.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import math
+from typing import TYPE_CHECKING, Any
+
+from dask.core import flatten
+from distributed import scheduler as module
+
+from dask_gpurt.model.checks import require_call
+from dask_gpurt.model.wrapped import Wrapped
+from dask_gpurt.placement.decide import steps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from dask.typing import Key
+    from distributed.scheduler import Scheduler, TaskState
+
+    from dask_gpurt.placement.takeover.seam import Seam
+
+#: how a client says that it waits for the result
+WAITS = [{"type": "low-level-graph"}]
+#: what is in the place of Dask's function
+_ours: Callable[..., Any] | None = None
+#: the graph that is being made, if it is to be fused
+_current: contextvars.ContextVar[_Request | None] = contextvars.ContextVar("gpurt_fusion", default=None)
+
+
+class Fusion:
+    """Fuses the graphs of one scheduler.
+
+    Parameters
+    ----------
+    seam
+        Counts failures.
+    active
+        Whether to do so now.
+
+    Raises
+    ------
+    SeamMismatch
+        This distributed makes its graphs in another way. Nothing was changed.
+    """
+
+    def __init__(self, seam: Seam, active: Callable[[], bool]) -> None:
+        self.scheduler = seam.scheduler
+        self._seam = seam
+        self._part = seam.part("fusion")
+        self._active = active
+        make, note = "_materialize_graph", "_generate_taskstates"
+        require_call(getattr(module, make, None), f"distributed.scheduler.{make}", None, validate=False)
+        require_call(getattr(self.scheduler, note, None), f"Scheduler.{note}", keys=(), dsk={}, computation=None)
+        self._graphs = _Graphs(self)
+        self._states = _States(self.scheduler)
+        #: graphs with fewer tasks, and tasks that were left out
+        self.graphs = self.spared = 0
+
+    def install(self) -> None:
+        """Fuse the graphs that come from now on."""
+        global _ours
+        if module._materialize_graph is not _ours:
+            _ours = module._materialize_graph = _materializing(module._materialize_graph)
+        self._graphs.install()
+        self._states.install()
+
+    def uninstall(self) -> None:
+        """Graphs that come later are Dask's. A second call does nothing."""
+        self._graphs.uninstall()
+        self._states.uninstall()
+
+    def statistics(self) -> dict[str, int]:
+        """Plain JSON."""
+        return {"graphs": self.graphs, "spared": self.spared}
+
+    def wants(self, request: dict[str, Any]) -> bool:
+        """Whether the graph of a request is to be fused."""
+        metadata = request.get("span_metadata")
+        return (
+            isinstance(metadata, dict)
+            and metadata.get("collections") == WAITS
+            and not request.get("internal_priority")
+            and not isinstance(request.get("user_priority"), dict)
+            and not request.get("actors")
+            and self._part.retired is None
+            and self._active()
+        )
+
+    def ended(self, request: _Request) -> None:
+        """A graph was made."""
+        self.graphs += request.spared > 0
+        self.spared += request.spared
+        if request.error is not None:
+            try:
+                raise request.error
+            except Exception:
+                self._seam.failed(self._part.name)
+
+
+class _Request:
+    """A graph that is being made."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        #: tasks that were left out
+        self.spared = 0
+        self.error: Exception | None = None
+
+    def fused(self, expression: Any, graph: dict[Key, Any], annotations: dict[str, dict[Key, Any]]) -> dict[Key, Any]:
+        """A graph with fewer tasks, or the same one. In a thread."""
+        try:
+            less = steps.fused(
+                graph,
+                expression,
+                asked=flatten(expression.__dask_keys__()),
+                annotated=[key for keys in annotations.values() for key in keys],
+                known=self._scheduler.task_groups,
+                # Nothing is known of workers to come.
+                threads=self._scheduler.total_nthreads or math.inf,
+            )
+        except Exception as e:
+            self.error = e
+            return graph
+        self.spared = len(graph) - len(less)
+        return less
+
+
+def _materializing(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def materialize(expr: Any, *args: Any, **kwargs: Any) -> Any:
+        graph, annotations = stock(expr, *args, **kwargs)
+        request = _current.get()
+        return graph if request is None else request.fused(expr, graph, annotations), annotations
+
+    return materialize
+
+
+class _Graphs(Wrapped):
+    """Says which graph is being made."""
+
+    def __init__(self, fusion: Fusion) -> None:
+        self._fusion = fusion
+        super().__init__(fusion.scheduler.stream_handlers, "update-graph")
+
+    def _wrap(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        async def update_graph(*args: Any, **kwargs: Any) -> Any:
+            if not (self._active and self._fusion.wants(kwargs)):
+                return await stock(*args, **kwargs)
+            request = _Request(self._fusion.scheduler)
+            token = _current.set(request)
+            try:
+                return await stock(*args, **kwargs)
+            finally:
+                _current.reset(token)
+                self._fusion.ended(request)
+
+        return update_graph
+
+
+class _States(Wrapped):
+    """Leaves out what a graph says of tasks that the scheduler has, with other inputs."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        super().__init__(scheduler, "_generate_taskstates")
+
+    def _wrap(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        def generate(keys: Any, dsk: dict[Any, Any], computation: Any) -> Any:
+            if self._active and self._scheduler.tasks:
+                _forget_known(self._scheduler.tasks, dsk, keys)
+            return stock(keys=keys, dsk=dsk, computation=computation)
+
+        return generate
+
+
+def _forget_known(tasks: Mapping[Key, TaskState], graph: dict[Key, Any], keys: Iterable[Key]) -> None:
+    known = [key for key in graph if key in tasks and _differs(tasks[key], graph[key])]
+    if not known:
+        return
+    for key in known:
+        del graph[key]
+    needed: set[Key] = set()
+    left = list(keys)
+    while left:
+        key = left.pop()
+        if key in graph and key not in needed:
+            needed.add(key)
+            left += graph[key].dependencies
+    for key in graph.keys() - needed:
+        del graph[key]
+
+
+def _differs(ts: TaskState, task: Any) -> bool:
+    return ts.run_spec is not None and {other.key for other in ts.dependencies} != task.dependencies

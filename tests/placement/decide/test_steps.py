@@ -1,0 +1,184 @@
+"""Fused graphs: the same answers with fewer tasks, nothing run twice, and what is left as it is."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import dask
+import dask.array as da
+import dask.dataframe as dd
+import pandas as pd
+import pytest
+from dask._expr import FinalizeCompute
+from dask.base import collections_to_expr
+from dask.core import flatten
+from dask.task_spec import Task
+from distributed.scheduler import _materialize_graph
+
+from dask_gpurt.placement.decide import steps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container
+
+PARTS = 6
+ROWS = 20
+
+
+def make(part: int) -> pd.DataFrame:
+    at = range(part * ROWS, (part + 1) * ROWS)
+    numbers = {"k": [i % 3 for i in at], "x": at, "y": [i * i % 11 for i in at]}
+    return pd.DataFrame({**numbers, "name": [f"n{i}" for i in at]})
+
+
+def frame(parts: int = PARTS) -> Any:
+    return dd.from_map(make, range(parts))
+
+
+def sent(*collections: Any) -> tuple[Any, dict[Any, Any]]:
+    """What a client sends of a computation, and the graph that a scheduler makes of it."""
+    expression = FinalizeCompute(collections_to_expr(collections)).optimize()
+    return expression, _materialize_graph(expression, False)[0]
+
+
+def fuse(
+    *collections: Any, known: Container[str] = (), annotated: Any = (), threads: int = 2
+) -> tuple[dict[Any, Any], dict[Any, Any], list[Any]]:
+    """The graph before and after, and the keys asked for."""
+    expression, graph = sent(*collections)
+    keys = list(flatten(expression.__dask_keys__()))
+    found = steps.fused(graph, expression, asked=keys, annotated=annotated, known=known, threads=threads)
+    return graph, found, keys
+
+
+def runs(graph: dict[Any, Any], keys: list[Any]) -> list[Any]:
+    return list(dask.get(graph, keys))
+
+
+def same(a: list[Any], b: list[Any]) -> bool:
+    return all(p.equals(q) if isinstance(p, (pd.DataFrame, pd.Series)) else p == q for p, q in zip(a, b, strict=True))
+
+
+QUERIES: dict[str, Callable[[Any], Any]] = {
+    "a chain": lambda d: d.map_partitions(lambda p: p[p.x > 7]).map_partitions(lambda p: p.x * 2).sum(),
+    "a filter": lambda d: (d[d.x > 7].assign(z=lambda p: p.x * 2).z + 1).sum(),
+    "two columns apart": lambda d: (d.x * 2 + d.y * 3).max(),
+    "groups": lambda d: d[d.y < 9].groupby("k").agg({"x": "sum", "y": "max"}),
+    "a join with itself": lambda d: d.merge(d.groupby("k").x.sum().reset_index(), on="k").x_y.sum(),
+    "the mean taken off": lambda d: (d.x - d.x.mean()).abs().sum(),
+    "a frame": lambda d: d.assign(z=d.x + d.y)[["k", "z"]],
+    "a small frame": lambda d: d.merge(pd.DataFrame({"k": [0, 1], "w": [5, 6]}), on="k").w.sum(),
+    "a function": lambda d: d.map_partitions(lambda p: p.assign(z=p.x % 4)).z.value_counts(),
+    "neighbours": lambda d: d.map_overlap(lambda p: p.tail(len(p) - 1), 3, 0).map_partitions(len).sum(),
+    "some partitions": lambda d: d.partitions[1:4].x.sum(),
+    "the first rows": lambda d: d[d.x > 2].head(5, compute=False),
+    "cumulative": lambda d: d.x.cumsum().max(),
+    "fewer partitions": lambda d: (d.repartition(npartitions=2).x + 1).sum(),
+}
+
+
+@pytest.mark.parametrize("name", QUERIES)
+@pytest.mark.parametrize("threads", [1, 100])
+def test_the_answer_is_the_same(name: str, threads: int) -> None:
+    graph, found, keys = fuse(QUERIES[name](frame()), threads=threads)
+    assert same(runs(found, keys), runs(graph, keys))
+    assert len(found) <= len(graph)
+    assert found.keys() <= graph.keys()  # a task that stays keeps its key
+
+
+def test_a_chain_is_one_task_a_partition() -> None:
+    graph, found, _ = fuse(QUERIES["a chain"](frame()), threads=100)
+    assert len(graph) >= 5 * PARTS
+    assert len(found) == PARTS + 1
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_nothing_runs_twice(seed: int) -> None:
+    """Random programs over one frame, several results at once."""
+    rnd, calls = random.Random(seed), list[int]()
+
+    def counted(part: int) -> pd.DataFrame:
+        calls.append(part)
+        return make(part)[["k", "x", "y"]]
+
+    frames = [dd.from_map(counted, range(PARTS), meta=make(0)[["k", "x", "y"]].iloc[:0])]
+    for _ in range(rnd.randrange(2, 7)):
+        d = rnd.choice(frames)
+        frames.append(
+            rnd.choice(
+                [
+                    lambda d: d[d.x > 3],
+                    lambda d: d.assign(x=d.x * 2 + d.y),
+                    lambda d: d[["k", "x", "y"]] + 1,
+                    lambda d: d.map_partitions(lambda p: p.sort_values("y")),
+                    lambda d: d.assign(y=d.y - d.y.min()),
+                ]
+            )(d)
+        )
+    wanted = [rnd.choice([lambda d: d.x.sum(), lambda d: d.groupby("k").y.max(), lambda d: d])(d) for d in frames[-3:]]
+    graph, found, keys = fuse(*wanted, threads=rnd.choice([1, 100]))
+    expected = runs(graph, keys)
+    stock = len(calls)
+    assert same(runs(found, keys), expected)
+    assert len(calls) == 2 * stock
+
+
+def test_what_two_results_share_stays_a_task() -> None:
+    d = frame()
+    shared = d[d.x > 7].assign(z=lambda p: p.x * 2)
+    _, found, _ = fuse(shared.z.sum(), shared.map_partitions(len), threads=1)
+    readers = [sum(key in task.dependencies for task in found.values()) for key in found]
+    assert readers.count(2) == PARTS
+
+
+def test_steps_side_by_side_need_as_many_partitions_as_threads() -> None:
+    query = QUERIES["two columns apart"](frame())
+    graph, few, _ = fuse(query, threads=PARTS + 1)
+    _, enough, _ = fuse(query, threads=PARTS)
+    apart = sum(isinstance(key, tuple) and key[0].startswith("mul") for key in few)
+    assert apart == 2 * PARTS
+    assert len(enough) < len(few) <= len(graph)
+
+
+def test_a_step_that_the_scheduler_has_stays() -> None:
+    d = frame()
+    step = d[d.x > 7]
+    query = step.assign(z=step.x * 2).z.sum()
+    graph, _, _ = fuse(query)
+    name = next(key[0] for key in graph if isinstance(key, tuple) and key[0].startswith("gt"))
+    _, found, _ = fuse(query, known={name})
+    assert sum(key[0] == name for key in found if isinstance(key, tuple)) == PARTS
+
+
+def test_a_step_with_a_wish_stays() -> None:
+    query = QUERIES["a filter"](frame())
+    graph, _, _ = fuse(query)
+    one = next(key for key in graph if isinstance(key, tuple) and key[0].startswith("gt"))
+    _, found, _ = fuse(query, annotated=[one])
+    assert one in found
+
+
+def test_data_of_the_client_stays_apart() -> None:
+    """A task of it says by itself that it carries data."""
+    graph, found, keys = fuse((dd.from_pandas(make(0), npartitions=4).x + 1).sum())
+    data = [key for key in graph if isinstance(key, tuple) and key[0].startswith("frompandas")]
+    assert len(data) == 4
+    assert set(data) <= set(found)
+    assert same(runs(found, keys), runs(graph, keys))
+
+
+def test_other_graphs_are_left() -> None:
+    for other in (da.ones(10, chunks=2).sum(), dask.delayed(sum)([1, 2])):
+        graph, found, _ = fuse(other)
+        assert found is graph
+
+
+def test_a_task_that_something_else_reads_stays() -> None:
+    """Whatever an expression says, the graph decides."""
+    expression, graph = sent(QUERIES["a filter"](frame()))
+    keys = list(flatten(expression.__dask_keys__()))
+    one = next(key for key in graph if isinstance(key, tuple) and key[0].startswith("gt"))
+    graph["other"] = Task("other", len, graph[one].ref())
+    found = steps.fused(graph, expression, asked=[*keys, "other"], annotated=(), known=(), threads=1)
+    assert one in found
+    assert runs(found, [*keys, "other"])[1] == ROWS
