@@ -7,7 +7,8 @@ from typing import Any
 import dask.array as da
 import pytest
 
-from benchmarks.strangers import cases, live, patterns, random_graphs, sim
+from benchmarks import task_grain
+from benchmarks.strangers import cases, live, naive, patterns, random_graphs, sim
 from benchmarks.strangers.__main__ import main
 from benchmarks.strangers.catalogue import PROGRAMS, set_of
 from benchmarks.strangers.record import workload
@@ -106,3 +107,29 @@ def test_answers_are_compared_up_to_rounding() -> None:
     assert live.same(live.numbers([1.0, (2, 3.0)]), [1.0, 2.0, 3.0 + 1e-9])
     assert not live.same([1.0], [1.1])
     assert not live.same([1.0], [1.0, 1.0])
+
+
+def test_each_naive_program_has_its_advised_one() -> None:
+    names = list(naive.programs())
+    assert names[:2] == ["many_small_files", "many_small_files_advised"]
+    assert len(names) == 2 * len(naive.PAIRS) > 30
+    row = {"stock": {"median_s": 3.0}, "gpurt": {"median_s": 2.0}}
+    entries = [{"name": name, **row} for name in names[:3]]
+    assert naive.pairs(entries) == {
+        "many_small_files": {"stock": 3.0, "gpurt": 2.0, "stock_advised": 3.0, "gpurt_advised": 2.0}
+    }
+
+
+def test_the_shortest_grain_that_is_good_enough_lies_between_two() -> None:
+    assert task_grain.shortest((1, 2, 4), (0.6, 0.7, 0.8), 0.5) == 1
+    assert task_grain.shortest((1, 4), (0.25, 0.75), 0.5) == 2
+    assert task_grain.shortest((1, 2, 4), (0.6, 0.4, 0.8), 0.5) == pytest.approx(2.378, abs=0.001)
+    assert task_grain.shortest((1, 2), (0.1, 0.2), 0.5) is None
+
+
+@pytest.mark.parametrize("pattern", ["trivial", "stencil_1d", "fft", "random_nearest"])
+def test_a_grain_has_as_many_tasks_as_it_says(pattern: str) -> None:
+    tasks, ends = task_grain.graph(pattern, 3, 10)
+    assert len(tasks) == 3 * task_grain.WIDTH
+    assert set(ends) <= set(tasks)
+    assert all(need in tasks for _, _, needs in tasks.values() for need in needs)
