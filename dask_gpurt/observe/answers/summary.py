@@ -93,7 +93,7 @@ def sections(snapshot: Snapshot) -> list[Section]:
     else:
         found = [
             Section("verdict", tuple(verdict.evidence(snapshot)), 3),
-            Section("threads", tuple(_threads(run)), 2),
+            Section("threads", tuple(_threads(snapshot, run)), 2),
             Section("workers", tuple(_workers(snapshot)), 5),
             Section("checks", tuple(_checks(snapshot)), 4),
             Section("memory", tuple(_memory(snapshot)), 2),
@@ -107,11 +107,13 @@ def sections(snapshot: Snapshot) -> list[Section]:
     return [section for section in found if any(section.texts)]
 
 
-def _threads(run: Run) -> Iterable[str]:
+def _threads(snapshot: Snapshot, run: Run) -> Iterable[str]:
     wanted = run.wanted_seconds
     if wanted <= 0:
         yield "nothing was submitted yet"
         return
+    spared = snapshot.scheduler.get("placement", {}).get("fusion", {}).get("spared", 0)
+    fewer = f" ({spared:,} fewer, as steps were fused)" if spared else ""
     read = sum(w.tiers.get("read_bytes", 0) for w in run.workers)
     costs = {
         cause: seconds / wanted
@@ -123,7 +125,7 @@ def _threads(run: Run) -> Iterable[str]:
     idle = ", ".join(f"{CAUSES[cause][0]} {share:.0%}" for cause, share in worst)
     yield (
         f"{run.busy_seconds / wanted:.0%} busy of {wanted:,.3g} thread-seconds with work to do, "
-        f"{run.task_count:,} tasks{f'; idle: {idle}' if idle else ''}"
+        f"{run.task_count:,} tasks{fewer}{f'; idle: {idle}' if idle else ''}"
     )
 
 

@@ -367,3 +367,9 @@ def test_what_is_held_and_what_waits_for_a_class() -> None:
     got = shown(scheduler(preflight=preflight), {A: spilling(), B: spilling()})
     assert got["checks"].startswith(f"worker 0 ({A}) is being checked and gets no task yet")
     assert "checks" not in shown(scheduler(preflight={"workers": {}, "waiting": {}}), {A: spilling()})
+
+
+def test_steps_that_were_fused_are_said() -> None:
+    placement = {"fusion": {"graphs": 1, "spared": 1200}}
+    got = shown(scheduler(placement=placement), {A: spilling()})
+    assert "40 tasks (1,200 fewer, as steps were fused)" in got["threads"]
