@@ -10,6 +10,10 @@ That nothing else reads a task which is dropped is seen in the graph itself, tas
 
 A group whose steps could run side by side, such as two columns computed apart, is left where there are fewer partitions
 than threads: they may be all the parallelism that there is. A chain has none to lose.
+
+What a task holds while it runs cannot be spilled. So no group holds more than `MOST_ALIVE` results of its steps at a
+time, where one step has two or three in hand, its inputs and its result. A wider one is cut where a result is read
+twice, which leaves trees, and a tree that is still too wide is left.
 """
 
 from __future__ import annotations
@@ -19,7 +23,8 @@ import sys
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from dask.task_spec import Task
+from dask.order import order
+from dask.task_spec import Task, TaskRef
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Container, Iterable, Mapping
@@ -30,6 +35,12 @@ if TYPE_CHECKING:
 _MODULE = "dask.dataframe.dask_expr._expr"
 #: kinds that hold data of the client's. A task of theirs says by itself that it carries some
 _DATA = ("FromArray", "FromDelayed", "FromPandas")
+
+
+#: results of its steps that a task may hold at a time; masks, of a byte a row, are an eighth of one
+MOST_ALIVE = 4.0
+#: kinds whose result is a mask
+_MASKS = ("And", "Between", "EQ", "GE", "GT", "Invert", "IsNa", "Isin", "LE", "LT", "NE", "NotNull", "Or")
 
 
 class Steps:
@@ -47,12 +58,15 @@ class Steps:
         self.order: list[str] = []
         #: names of steps
         self.names: set[str] = set()
+        #: of these, those whose result is a mask
+        self.masks: set[str] = set()
         #: name -> names of those that read it, and of those that it reads
         self.readers: defaultdict[str, set[str]] = defaultdict(set)
         self.reads: dict[str, set[str]] = {}
         if module is None:
             return
         data = tuple(getattr(module, name) for name in _DATA)
+        masks = tuple(getattr(module, name) for name in _MASKS if hasattr(module, name))
         left: list[tuple[Any, bool]] = [(expression, False)]
         while left:
             one, done = left.pop()
@@ -66,12 +80,16 @@ class Steps:
                     self.readers[other].add(name)
                 if isinstance(one, module.Blockwise) and not isinstance(one, data):
                     self.names.add(name)
+                    if isinstance(one, masks):
+                        self.masks.add(name)
                 left.append((one, True))
                 left += ((other, False) for other in below)
         self.order.reverse()
 
-    def groups(self, partitions: Mapping[str, Collection[int]], kept: Container[str], threads: float) -> dict[str, str]:
-        """Name of a step -> name of the uppermost one of its group; those alone in their group are left out.
+    def groups(
+        self, partitions: Mapping[str, Collection[int]], kept: Container[str], threads: float
+    ) -> dict[str, list[str]]:
+        """Name of the uppermost step of a group -> names of all its steps, the uppermost first. None has one step only.
 
         Parameters
         ----------
@@ -93,17 +111,35 @@ class Steps:
                 over = name
             top[name] = over
             members[over].append(name)
+        out: dict[str, list[str]] = {}
         for over, group in members.items():
             chain = all(below in self.reads[above] for above, below in itertools.pairwise(group))
-            if len(group) == 1 or not (chain or len(partitions[over]) >= threads):
-                for name in group:
-                    del top[name]
-        return top
+            if len(group) > 1 and (chain or len(partitions[over]) >= threads):
+                out[over] = group
+        return out
+
+    def alive(self, group: list[str]) -> float:
+        """Results of its steps that a group holds at most at a time, if it runs in the order in which Dask would."""
+        inside = set(group)
+        reads = {name: self.reads[name] & inside for name in group}
+        places = order({name: Task(name, len, *map(TaskRef, below)) for name, below in reads.items()})
+        unread = {name: len(self.readers[name] & inside) for name in group}
+        now = most = 0.0
+        for name in sorted(group, key=places.__getitem__):
+            now += self._weight(name)
+            most = max(most, now)
+            for below in reads[name]:
+                unread[below] -= 1
+                now -= 0 if unread[below] else self._weight(below)
+        return most
+
+    def _weight(self, name: str) -> float:
+        return 0.125 if name in self.masks else 1.0
 
 
 def fused(
     graph: dict[Key, Any],
-    expression: Any,
+    steps: Steps,
     *,
     asked: Iterable[Key],
     annotated: Iterable[Key],
@@ -115,7 +151,7 @@ def fused(
     Parameters
     ----------
     graph
-        Key -> task, as `expression` makes it.
+        Key -> task, as their expression makes it.
     asked
         Keys whose results are wanted.
     annotated
@@ -125,7 +161,6 @@ def fused(
     threads
         Of the cluster.
     """
-    steps = Steps(expression)
     if len(steps.names) < 2:
         return graph
     partitions: defaultdict[str, set[int]] = defaultdict(set)
@@ -133,7 +168,12 @@ def fused(
         if type(key) is tuple and len(key) == 2 and key[0] in steps.names:
             partitions[key[0]].add(key[1])
     kept = {_name(key) for key in asked} | {name for name in steps.names if name in known}
-    top = steps.groups(partitions, kept, threads)
+    groups = steps.groups(partitions, kept, threads)
+    wide = [group for group in groups.values() if steps.alive(group) > MOST_ALIVE]
+    if wide:
+        kept.update(name for group in wide for name in group if len(steps.readers[name]) > 1)
+        groups = steps.groups(partitions, kept, threads)
+    top = {name: over for over, group in groups.items() if steps.alive(group) <= MOST_ALIVE for name in group}
     if not top:
         return graph
     left = {top[name] for key in annotated if (name := _name(key)) in top}
@@ -157,6 +197,15 @@ def fused(
     for key, tasks in together.items():
         out[key] = Task.fuse(*tasks, key=key)
     return out
+
+
+#: what a task runs that was fused
+_FUSED = Task.fuse(Task("a", len, ()), Task("b", len, TaskRef("a"))).func
+
+
+def is_fused(task: Any) -> bool:
+    """Whether a task is made of others."""
+    return type(task) is Task and task.func is _FUSED
 
 
 def _name(key: Any) -> Any:

@@ -6,13 +6,19 @@ Where
 
 Which graphs
     Those for whose result a client waits, ``df.compute()`` and ``dask.compute(...)``. Futures, as of
-    ``client.compute``, are left: the next graph may use a step of the first one, while both run. For the same reason
-    nothing is fused whose steps a scheduler has already.
+    ``client.compute``, are left: the next graph may use a step of the first one, while both run. Steps that the
+    scheduler has already are left for the same reason.
+
+Graphs that wait side by side
+    Two threads, or two clients, may wait for results that have steps in common. Dask runs these once. A step that was
+    fused is in the first graph only, so the second one runs it again. The first time that this is seen
+    (`Fusion.shares`), nothing is fused for `SHARED_SECONDS`.
 
 The same key twice
     A key may now have other inputs than in a graph that came before, as of another client. The scheduler has that task
     already, with all that it needs, so what the new graph says of it is left out, with what only that needs
-    (`_forget_known`). Stock would keep the tasks below it for good, as nothing asks for them.
+    (`_forget_known`). Stock would keep the tasks below it for good, as nothing asks for them. After `uninstall` that
+    goes on until the scheduler has no tasks.
 """
 
 from __future__ import annotations
@@ -20,9 +26,9 @@ from __future__ import annotations
 import contextvars
 import functools
 import math
+import time
 from typing import TYPE_CHECKING, Any
 
-from dask.core import flatten
 from distributed import scheduler as module
 
 from dask_gpurt.model.checks import require_call
@@ -30,7 +36,7 @@ from dask_gpurt.model.wrapped import Wrapped
 from dask_gpurt.placement.decide import steps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from dask.typing import Key
     from distributed.scheduler import Scheduler, TaskState
@@ -39,6 +45,10 @@ if TYPE_CHECKING:
 
 #: how a client says that it waits for the result
 WAITS = [{"type": "low-level-graph"}]
+#: after graphs with common steps were waited for side by side, nothing is fused
+SHARED_SECONDS = 600.0
+#: states of a task whose result is still to come
+_TO_COME = frozenset(("no-worker", "processing", "queued", "waiting"))
 #: what is in the place of Dask's function
 _ours: Callable[..., Any] | None = None
 #: the graph that is being made, if it is to be fused
@@ -73,6 +83,10 @@ class Fusion:
         self._states = _States(self.scheduler)
         #: graphs with fewer tasks, and tasks that were left out
         self.graphs = self.spared = 0
+        #: those that run
+        self._running: list[_Request] = []
+        #: monotonic seconds from which on graphs are fused
+        self._again = -math.inf
 
     def install(self) -> None:
         """Fuse the graphs that come from now on."""
@@ -85,7 +99,7 @@ class Fusion:
     def uninstall(self) -> None:
         """Graphs that come later are Dask's. A second call does nothing."""
         self._graphs.uninstall()
-        self._states.uninstall()
+        self._states.leave()
 
     def statistics(self) -> dict[str, int]:
         """Plain JSON."""
@@ -94,18 +108,36 @@ class Fusion:
     def wants(self, request: dict[str, Any]) -> bool:
         """Whether the graph of a request is to be fused."""
         metadata = request.get("span_metadata")
+        # Retries are for a step, and a function is asked for each key.
+        wishes = request.get("annotations") or {}
         return (
             isinstance(metadata, dict)
             and metadata.get("collections") == WAITS
+            and "retries" not in wishes
+            and not any(map(callable, wishes.values()))
             and not request.get("internal_priority")
             and not isinstance(request.get("user_priority"), dict)
             and not request.get("actors")
+            and time.monotonic() >= self._again
             and self._part.retired is None
             and self._active()
         )
 
+    def shares(self, names: set[str]) -> bool:
+        """Whether a graph that runs has one of these steps in a task of another name. In a thread."""
+        self._running = [one for one in self._running if one.runs()]
+        if all(names.isdisjoint(one.dropped) for one in self._running):
+            return False
+        self._again = time.monotonic() + SHARED_SECONDS
+        return True
+
+    def began(self, request: _Request) -> None:
+        """A graph was fused. In a thread."""
+        self._running = [*self._running, request]
+
     def ended(self, request: _Request) -> None:
         """A graph was made."""
+        request.is_made = True
         self.graphs += request.spared > 0
         self.spared += request.spared
         if request.error is not None:
@@ -116,30 +148,45 @@ class Fusion:
 
 
 class _Request:
-    """A graph that is being made."""
+    """A graph that is being made, or that runs."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        #: tasks that were left out
+    def __init__(self, fusion: Fusion, keys: Collection[Key]) -> None:
+        self._fusion = fusion
+        self._keys = keys
+        self.is_made = False
+        #: tasks that were left out, and the names of their steps
         self.spared = 0
+        self.dropped: set[str] = set()
         self.error: Exception | None = None
+
+    def runs(self) -> bool:
+        """Whether a result is still to come."""
+        tasks = self._fusion.scheduler.tasks
+        return not self.is_made or any(key in tasks and tasks[key].state in _TO_COME for key in self._keys)
 
     def fused(self, expression: Any, graph: dict[Key, Any], annotations: dict[str, dict[Key, Any]]) -> dict[Key, Any]:
         """A graph with fewer tasks, or the same one. In a thread."""
+        scheduler = self._fusion.scheduler
         try:
+            found = steps.Steps(expression)
+            if self._fusion.shares(found.names):
+                return graph
             less = steps.fused(
                 graph,
-                expression,
-                asked=flatten(expression.__dask_keys__()),
+                found,
+                asked=self._keys,
                 annotated=[key for keys in annotations.values() for key in keys],
-                known=self._scheduler.task_groups,
+                known=scheduler.task_groups,
                 # Nothing is known of workers to come.
-                threads=self._scheduler.total_nthreads or math.inf,
+                threads=scheduler.total_nthreads or math.inf,
             )
+            self.dropped = {key[0] for key in graph.keys() - less.keys() if isinstance(key, tuple)}
         except Exception as e:
             self.error = e
             return graph
         self.spared = len(graph) - len(less)
+        if self.spared:
+            self._fusion.began(self)
         return less
 
 
@@ -164,7 +211,7 @@ class _Graphs(Wrapped):
         async def update_graph(*args: Any, **kwargs: Any) -> Any:
             if not (self._active and self._fusion.wants(kwargs)):
                 return await stock(*args, **kwargs)
-            request = _Request(self._fusion.scheduler)
+            request = _Request(self._fusion, kwargs.get("keys", ()))
             token = _current.set(request)
             try:
                 return await stock(*args, **kwargs)
@@ -180,15 +227,24 @@ class _States(Wrapped):
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
+        self._leaves = False
         super().__init__(scheduler, "_generate_taskstates")
 
     def _wrap(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         def generate(keys: Any, dsk: dict[Any, Any], computation: Any) -> Any:
             if self._active and self._scheduler.tasks:
                 _forget_known(self._scheduler.tasks, dsk, keys)
+            elif self._leaves:
+                self.uninstall()
             return stock(keys=keys, dsk=dsk, computation=computation)
 
         return generate
+
+    def leave(self) -> None:
+        """Go, as soon as no fused task is there. A second call does nothing."""
+        self._leaves = True
+        if not self._scheduler.tasks:
+            self.uninstall()
 
 
 def _forget_known(tasks: Mapping[Key, TaskState], graph: dict[Key, Any], keys: Iterable[Key]) -> None:
@@ -209,4 +265,7 @@ def _forget_known(tasks: Mapping[Key, TaskState], graph: dict[Key, Any], keys: I
 
 
 def _differs(ts: TaskState, task: Any) -> bool:
-    return ts.run_spec is not None and {other.key for other in ts.dependencies} != task.dependencies
+    """Whether the scheduler has a task with other inputs, and one of the two is fused. Others are Dask's to judge."""
+    if ts.run_spec is None or not (steps.is_fused(task) or steps.is_fused(ts.run_spec)):
+        return False
+    return {other.key for other in ts.dependencies} != task.dependencies

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ import pytest
 from dask._expr import FinalizeCompute
 from dask.base import collections_to_expr
 from dask.core import flatten
+from dask.order import order
 from dask.task_spec import Task
 from distributed.scheduler import _materialize_graph
 
@@ -47,7 +50,7 @@ def fuse(
     """The graph before and after, and the keys asked for."""
     expression, graph = sent(*collections)
     keys = list(flatten(expression.__dask_keys__()))
-    found = steps.fused(graph, expression, asked=keys, annotated=annotated, known=known, threads=threads)
+    found = steps.fused(graph, steps.Steps(expression), asked=keys, annotated=annotated, known=known, threads=threads)
     return graph, found, keys
 
 
@@ -123,6 +126,39 @@ def test_nothing_runs_twice(seed: int) -> None:
     assert len(calls) == 2 * stock
 
 
+def apart(d: Any, columns: int) -> Any:
+    """So many columns, each of which several others read."""
+    made = [d.x * (i + 1) for i in range(columns)]
+    products = [a * b for i, a in enumerate(made) for b in made[:i]]
+    return functools.reduce(operator.add, products).sum()
+
+
+@pytest.mark.parametrize("columns", [2, 8, 12])
+def test_a_task_does_not_hold_many_results_at_a_time(columns: int) -> None:
+    graph, found, keys = fuse(apart(frame(), columns), threads=1)
+    assert len(found) < len(graph) - 2 * PARTS
+    assert max(held(task) for task in found.values()) <= steps.MOST_ALIVE
+    assert same(runs(found, keys), runs(graph, keys))
+    if columns == 2:
+        assert len(found) == PARTS + 1
+
+
+def held(task: Any) -> int:
+    """Results of its parts that a task holds at most, if it forgets each after its last use."""
+    if not steps.is_fused(task):
+        return 1
+    inner, places = task.args[0], order(task.args[0])
+    now: set[Any] = set()
+    most = 0
+    done: set[Any] = set()
+    for key in sorted(inner, key=places.__getitem__):
+        now.add(key)
+        done.add(key)
+        most = max(most, len(now))
+        now -= {k for k in now if k != key and all(j in done for j, t in inner.items() if k in t.dependencies)}
+    return most
+
+
 def test_what_two_results_share_stays_a_task() -> None:
     d = frame()
     shared = d[d.x > 7].assign(z=lambda p: p.x * 2)
@@ -179,6 +215,6 @@ def test_a_task_that_something_else_reads_stays() -> None:
     keys = list(flatten(expression.__dask_keys__()))
     one = next(key for key in graph if isinstance(key, tuple) and key[0].startswith("gt"))
     graph["other"] = Task("other", len, graph[one].ref())
-    found = steps.fused(graph, expression, asked=[*keys, "other"], annotated=(), known=(), threads=1)
+    found = steps.fused(graph, steps.Steps(expression), asked=[*keys, "other"], annotated=(), known=(), threads=1)
     assert one in found
     assert runs(found, [*keys, "other"])[1] == ROWS

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
+import dask
 import dask.array as da
 import dask.dataframe as dd
 import pandas as pd
@@ -19,6 +21,8 @@ from dask_gpurt.placement.decide import steps
 from tests.placement.clusters import install, until
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from distributed.scheduler import Scheduler
 
 PARTS = 8
@@ -77,6 +81,7 @@ async def test_safe_mode_and_removal_end_it(c: Client, s: Scheduler, *workers: A
     plugin.engine.safe = False
     fusion = plugin.fusion
     assert fusion is not None
+    await until(lambda: not s.tasks)
     plugin.uninstall()
     assert await c.gather(asked(c, query())) == [EXPECTED]
     assert fusion.graphs == 0
@@ -96,33 +101,110 @@ async def test_a_failure_of_ours_leaves_the_graph_to_dask(c: Client, s: Schedule
     assert plugin.statistics()["fusion"]["graphs"] == 1
 
 
-@gen_cluster(client=True)
-async def test_the_same_key_from_two_clients(c: Client, s: Scheduler, *workers: Any) -> None:
-    """The second graph is fused otherwise: its results have more in common. Stock would keep tasks for good."""
-    await install(s)
+@contextlib.contextmanager
+def no_collision() -> Iterator[None]:
+    """Dask does not warn of keys with two meanings."""
     warnings: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("distributed.scheduler").addHandler(handler)
     try:
+        yield
+    finally:
+        logging.getLogger("distributed.scheduler").removeHandler(handler)
+    assert not [w for w in warnings if "run_spec" in w]
+
+
+def late() -> Any:
+    """A frame whose partitions wait for the event ``go``."""
+    d = dd.from_map(make_late, range(PARTS), meta=make(0).iloc[:0])
+    return d[d.x > 3].assign(y=lambda p: p.x * 2)
+
+
+TOTAL = PARTS * sum(2 * x for x in range(4, 10))
+
+
+@gen_cluster(client=True)
+async def test_the_same_key_from_two_clients(c: Client, s: Scheduler, *workers: Any) -> None:
+    """The second graph is made otherwise: its results have more in common. Stock would keep tasks for good."""
+    await install(s)
+    with no_collision():
         async with Client(s.address, asynchronous=True) as other:
-            d = dd.from_map(make_late, range(PARTS), meta=make(0).iloc[:0])
-            step = d[d.x > 3].assign(y=lambda p: p.x * 2)
+            step = late()
             first = asked(c, step.y.sum())
             await until(lambda: s.tasks)
             second = asked(other, step.y.sum(), step.y.max(), step.k.sum())
             third = other.compute(step.y.sum() + 1)
             await until(lambda: len(s.clients[other.id].wants_what) >= 3)
             await Event("go").set()
-            expected = PARTS * sum(2 * x for x in range(4, 10))
-            assert await c.gather(first) == [expected]
-            assert (await other.gather(second))[:2] == [expected, 18]
-            assert await third == expected + 1
+            assert await c.gather(first) == [TOTAL]
+            assert (await other.gather(second))[:2] == [TOTAL, 18]
+            assert await third == TOTAL + 1
             del first, second, third
             await until(lambda: not s.tasks)
-    finally:
-        logging.getLogger("distributed.scheduler").removeHandler(handler)
-    assert not [w for w in warnings if "run_spec" in w]
+
+
+@gen_cluster(client=True)
+async def test_removed_while_a_fused_graph_runs(c: Client, s: Scheduler, *workers: Any) -> None:
+    plugin = await install(s)
+    with no_collision():
+        first = asked(c, late().y.sum())
+        await until(lambda: s.tasks)
+        plugin.uninstall()
+        second = c.compute(late().y.sum())
+        third = asked(c, late().y.sum(), late().y.max())
+        await until(lambda: len(s.clients[c.id].wants_what) == 2)
+        await Event("go").set()
+        assert await c.gather([*first, second, *third]) == [TOTAL, TOTAL, TOTAL, 18]
+        del first, second, third
+        await until(lambda: not s.tasks)
+    assert await c.submit(int, pure=False) == 0
+    assert "_generate_taskstates" not in vars(s)
+
+
+@gen_cluster(client=True)
+async def test_graphs_side_by_side_with_common_steps_end_it(c: Client, s: Scheduler, *workers: Any) -> None:
+    """Dask runs what they share once. That is found out once, and from then on Dask's way holds for a while."""
+    plugin = await install(s)
+    assert plugin.fusion is not None
+    first = asked(c, late().y.sum())
+    await until(lambda: s.tasks)
+    others = [asked(c, late().y.max()), asked(c, late().k.sum())]
+    await until(lambda: len(s.clients[c.id].wants_what) == 3)
+    assert plugin.statistics()["fusion"]["graphs"] == 1
+    await Event("go").set()
+    assert await c.gather([*first, *others[0]]) == [TOTAL, 18]
+    del first, others
+    await until(lambda: not s.tasks)
+    assert await c.gather(asked(c, query())) == [EXPECTED]
+    assert plugin.statistics()["fusion"]["graphs"] == 1
+    plugin.fusion._again = 0.0  # later
+    await until(lambda: not s.tasks)
+    assert await c.gather(asked(c, query())) == [EXPECTED]
+    assert plugin.statistics()["fusion"]["graphs"] == 2
+
+
+@gen_cluster(client=True)
+async def test_wishes_for_single_steps_are_kept(c: Client, s: Scheduler, *workers: Any) -> None:
+    """Retries are for each step, and a function says for each key where it may run."""
+    plugin = await install(s)
+    for wish in ({"retries": 2}, {"workers": lambda key: []}):
+        with dask.annotate(**wish):
+            assert await c.gather(asked(c, query())) == [EXPECTED]
+        await until(lambda: not s.tasks)
+    assert plugin.statistics()["fusion"]["graphs"] == 0
+    with dask.annotate(priority=2, workers=[s.workers[a].address for a in s.workers]):
+        assert await c.gather(asked(c, query())) == [EXPECTED]
+    assert plugin.statistics()["fusion"]["graphs"] == 1
+
+
+@gen_cluster(client=True)
+async def test_keys_that_are_asked_for_stay(c: Client, s: Scheduler, *workers: Any) -> None:
+    await install(s)
+    expression = FinalizeCompute(collections_to_expr((query(),))).optimize()
+    inner = next(e for e in expression.walk() if type(e).__name__ == "GT")
+    (found,) = await c.gather(c.get(expression, [(inner._name, 0)], sync=False))
+    assert found.tolist() == [x > 3 for x in range(10)]
 
 
 @gen_cluster(client=True)
