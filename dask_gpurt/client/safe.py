@@ -67,8 +67,9 @@ def safe(
     on
         False ends it.
     parts
-        Some of ``placement`` (Dask decides where tasks run, and no stragglers run twice), ``tiers`` (nothing is read
-        ahead), ``shuffle`` (new ones are Dask's; those that run send over Dask's comms, uncompressed). None: all.
+        Some of ``placement`` (Dask decides where tasks run, no stragglers run twice, no steps are fused), ``tiers``
+        (nothing is read ahead), ``shuffle`` (new ones are Dask's; those that run send over Dask's comms, uncompressed).
+        None: all.
     timeout
         Seconds that the scheduler has to answer, and as many for the workers.
 

@@ -204,7 +204,7 @@ class PlacementPlugin(SchedulerPlugin):
                 "running": 0 if self.copies is None else len(self.copies.copies),
                 "forbidden": dict(self.engine.forbade),
             },
-            "fusion": {"graphs": 0, "spared": 0} if self.fusion is None else self.fusion.statistics(),
+            "fusion": {} if self.fusion is None else self.fusion.statistics(),
             "messages_early": 0 if self.messages is None else self.messages.early,
             "routes_shortened": 0 if self.routes is None else self.routes.shortened,
             "fallbacks": fallbacks,

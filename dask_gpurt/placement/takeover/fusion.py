@@ -9,8 +9,8 @@ Which graphs
     ``client.compute``, are left: the next graph may use a step of the first one, while both run. Steps that the
     scheduler has already are left for the same reason.
 
-Graphs that wait side by side
-    Two threads, or two clients, may wait for results that have steps in common. Dask runs these once. A step that was
+Graphs that run side by side
+    Two threads, or two clients, may ask for results that have steps in common. Dask runs these once. A step that was
     fused is in the first graph only, so the second one runs it again. The first time that this is seen
     (`Fusion.shares`), nothing is fused for `SHARED_SECONDS`.
 
@@ -83,8 +83,10 @@ class Fusion:
         self._states = _States(self.scheduler)
         #: graphs with fewer tasks, and tasks that were left out
         self.graphs = self.spared = 0
-        #: those that run
-        self._running: list[_Request] = []
+        #: graphs that had steps in common with one that ran
+        self.shared = 0
+        #: those that run, and some that have ended
+        self.running: list[_Request] = []
         #: monotonic seconds from which on graphs are fused
         self._again = -math.inf
 
@@ -103,7 +105,7 @@ class Fusion:
 
     def statistics(self) -> dict[str, int]:
         """Plain JSON."""
-        return {"graphs": self.graphs, "spared": self.spared}
+        return {"graphs": self.graphs, "spared": self.spared, "shared": self.shared}
 
     def wants(self, request: dict[str, Any]) -> bool:
         """Whether the graph of a request is to be fused."""
@@ -125,15 +127,16 @@ class Fusion:
 
     def shares(self, names: set[str]) -> bool:
         """Whether a graph that runs has one of these steps in a task of another name. In a thread."""
-        self._running = [one for one in self._running if one.runs()]
-        if all(names.isdisjoint(one.dropped) for one in self._running):
+        self.running = [one for one in self.running if one.runs()]
+        if all(names.isdisjoint(one.dropped) for one in self.running):
             return False
+        self.shared += 1
         self._again = time.monotonic() + SHARED_SECONDS
         return True
 
     def began(self, request: _Request) -> None:
         """A graph was fused. In a thread."""
-        self._running = [*self._running, request]
+        self.running = [*self.running, request]
 
     def ended(self, request: _Request) -> None:
         """A graph was made."""
@@ -150,9 +153,11 @@ class Fusion:
 class _Request:
     """A graph that is being made, or that runs."""
 
-    def __init__(self, fusion: Fusion, keys: Collection[Key]) -> None:
+    def __init__(self, fusion: Fusion, keys: Collection[Key], *, wanted: bool) -> None:
         self._fusion = fusion
         self._keys = keys
+        #: False: it is only looked whether it has steps in common with a graph that runs
+        self._wanted = wanted
         self.is_made = False
         #: tasks that were left out, and the names of their steps
         self.spared = 0
@@ -169,7 +174,7 @@ class _Request:
         scheduler = self._fusion.scheduler
         try:
             found = steps.Steps(expression)
-            if self._fusion.shares(found.names):
+            if self._fusion.shares(found.names) or not self._wanted:
                 return graph
             less = steps.fused(
                 graph,
@@ -209,9 +214,10 @@ class _Graphs(Wrapped):
 
     def _wrap(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         async def update_graph(*args: Any, **kwargs: Any) -> Any:
-            if not (self._active and self._fusion.wants(kwargs)):
+            wanted = self._active and self._fusion.wants(kwargs)
+            if not (wanted or self._fusion.running):
                 return await stock(*args, **kwargs)
-            request = _Request(self._fusion, kwargs.get("keys", ()))
+            request = _Request(self._fusion, kwargs.get("keys", ()), wanted=wanted)
             token = _current.set(request)
             try:
                 return await stock(*args, **kwargs)

@@ -178,10 +178,23 @@ async def test_graphs_side_by_side_with_common_steps_end_it(c: Client, s: Schedu
     await until(lambda: not s.tasks)
     assert await c.gather(asked(c, query())) == [EXPECTED]
     assert plugin.statistics()["fusion"]["graphs"] == 1
+    assert plugin.statistics()["fusion"]["shared"] == 1
     plugin.fusion._again = 0.0  # later
     await until(lambda: not s.tasks)
     assert await c.gather(asked(c, query())) == [EXPECTED]
     assert plugin.statistics()["fusion"]["graphs"] == 2
+
+
+@gen_cluster(client=True)
+async def test_futures_that_share_steps_with_a_fused_graph_end_it(c: Client, s: Scheduler, *workers: Any) -> None:
+    plugin = await install(s)
+    first = asked(c, late().y.sum())
+    await until(lambda: s.tasks)
+    second = c.compute(late().y.max())
+    await until(lambda: len(s.clients[c.id].wants_what) == 2)
+    assert plugin.statistics()["fusion"]["shared"] == 1
+    await Event("go").set()
+    assert await c.gather([*first, second]) == [TOTAL, 18]
 
 
 @gen_cluster(client=True)
