@@ -83,7 +83,7 @@ class Fusion:
         self._states = _States(self.scheduler)
         #: graphs with fewer tasks, and tasks that were left out
         self.graphs = self.spared = 0
-        #: graphs that had steps in common with one that ran
+        #: times that a graph had steps in common with one that ran, while graphs were fused
         self.shared = 0
         #: those that run, and some that have ended
         self.running: list[_Request] = []
@@ -130,8 +130,9 @@ class Fusion:
         self.running = [one for one in self.running if one.runs()]
         if all(names.isdisjoint(one.dropped) for one in self.running):
             return False
-        self.shared += 1
-        self._again = time.monotonic() + SHARED_SECONDS
+        now = time.monotonic()
+        self.shared += now >= self._again
+        self._again = now + SHARED_SECONDS
         return True
 
     def began(self, request: _Request) -> None:
