@@ -38,7 +38,7 @@ OVERRIDES = (
     "decide_worker_rootish_queuing_enabled",
 )
 #: taken over by parts of their own
-OTHERS = ("_task_to_msg", "request_remove_replicas")
+OTHERS = ("_generate_taskstates", "_task_to_msg", "request_remove_replicas")
 
 
 def test_tree_reduction() -> None:

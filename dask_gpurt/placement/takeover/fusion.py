@@ -18,7 +18,7 @@ The same key twice
     A key may now have other inputs than in a graph that came before, as of another client. The scheduler has that task
     already, with all that it needs, so what the new graph says of it is left out, with what only that needs
     (`_forget_known`). Stock would keep the tasks below it for good, as nothing asks for them. After `uninstall` that
-    goes on until the scheduler has no tasks.
+    goes on until the fused graphs have ended.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
     from dask.typing import Key
-    from distributed.scheduler import Scheduler, TaskState
+    from distributed.scheduler import TaskState
 
     from dask_gpurt.placement.takeover.seam import Seam
 
@@ -80,7 +80,7 @@ class Fusion:
         require_call(getattr(module, make, None), f"distributed.scheduler.{make}", None, validate=False)
         require_call(getattr(self.scheduler, note, None), f"Scheduler.{note}", keys=(), dsk={}, computation=None)
         self._graphs = _Graphs(self)
-        self._states = _States(self.scheduler)
+        self._states = _States(self)
         #: graphs with fewer tasks, and tasks that were left out
         self.graphs = self.spared = 0
         #: times that a graph had steps in common with one that ran, while graphs were fused
@@ -232,25 +232,25 @@ class _Graphs(Wrapped):
 class _States(Wrapped):
     """Leaves out what a graph says of tasks that the scheduler has, with other inputs."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
+    def __init__(self, fusion: Fusion) -> None:
+        self._fusion = fusion
         self._leaves = False
-        super().__init__(scheduler, "_generate_taskstates")
+        super().__init__(fusion.scheduler, "_generate_taskstates")
 
     def _wrap(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         def generate(keys: Any, dsk: dict[Any, Any], computation: Any) -> Any:
-            if self._active and self._scheduler.tasks:
-                _forget_known(self._scheduler.tasks, dsk, keys)
-            elif self._leaves:
-                self.uninstall()
+            if self._active and self._fusion.scheduler.tasks:
+                _forget_known(self._fusion.scheduler.tasks, dsk, keys)
+            if self._leaves:
+                self.leave()
             return stock(keys=keys, dsk=dsk, computation=computation)
 
         return generate
 
     def leave(self) -> None:
-        """Go, as soon as no fused task is there. A second call does nothing."""
+        """Go, now or when the last fused graph has ended. A second call does nothing."""
         self._leaves = True
-        if not self._scheduler.tasks:
+        if not any(one.runs() for one in self._fusion.running):
             self.uninstall()
 
 

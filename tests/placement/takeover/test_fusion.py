@@ -81,7 +81,6 @@ async def test_safe_mode_and_removal_end_it(c: Client, s: Scheduler, *workers: A
     plugin.engine.safe = False
     fusion = plugin.fusion
     assert fusion is not None
-    await until(lambda: not s.tasks)
     plugin.uninstall()
     assert await c.gather(asked(c, query())) == [EXPECTED]
     assert fusion.graphs == 0
