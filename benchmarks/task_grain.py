@@ -26,7 +26,7 @@ from distributed import wait
 from benchmarks.compare import turns
 from benchmarks.data import RESULTS, cores, facts, write_json
 from benchmarks.strangers.patterns import PATTERNS
-from benchmarks.task_price import CASES, launched
+from benchmarks.task_price import CASES, launched, require_known
 from dask_gpurt.bench.tpch.clusters import ProcessCluster, close_all
 
 if TYPE_CHECKING:
@@ -130,10 +130,8 @@ def main() -> None:
     parser.add_argument("--out", default=os.path.join(RESULTS, "task_grain.json"))
     o = parser.parse_args()
     cases, patterns = o.cases.split(","), o.patterns.split(",")
-    for given, known in ((cases, CASES), (patterns, PATTERNS)):
-        for name in given:
-            if name not in known:
-                parser.error(f"{name!r} is unknown; there are {', '.join(known)}, separated by commas")
+    require_known(parser, cases, CASES)
+    require_known(parser, patterns, PATTERNS)
     clusters: dict[str, ProcessCluster] = {}
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:

@@ -28,7 +28,7 @@ from benchmarks.data import RESULTS, cores, facts, write_json
 from dask_gpurt.bench.tpch.clusters import ProcessCluster, close_all
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from distributed import Client, Future
 
@@ -165,6 +165,13 @@ def launched(case: str, directory: str) -> ProcessCluster:
     return cluster
 
 
+def require_known(parser: argparse.ArgumentParser, given: Iterable[str], known: Collection[str]) -> None:
+    """End with an error where one of the given names is not known."""
+    for name in given:
+        if name not in known:
+            parser.error(f"{name!r} is unknown; there are {', '.join(known)}, separated by commas")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default="stock,inf,gpurt,stock again", help=f"of {', '.join(CASES)}; the first is 1")
@@ -174,10 +181,8 @@ def main() -> int:
     parser.add_argument("--out", default=os.path.join(RESULTS, "task_price.json"))
     o = parser.parse_args()
     cases, shapes = o.cases.split(","), o.shapes.split(",")
-    for given, known in ((cases, CASES), (shapes, SHAPES)):
-        for name in given:
-            if name not in known:
-                parser.error(f"{name!r} is unknown; there are {', '.join(known)}, separated by commas")
+    require_known(parser, cases, CASES)
+    require_known(parser, shapes, SHAPES)
     clusters: dict[str, ProcessCluster] = {}
     results: dict[str, dict[str, dict[str, Any]]] = {}
     serial = itertools.count()

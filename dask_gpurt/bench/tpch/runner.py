@@ -208,7 +208,7 @@ def _computed(query: Any, limit_s: float | None) -> Any:
     def compute() -> None:
         try:
             answer.set_result(query.compute())
-        except BaseException as e:
+        except Exception as e:
             answer.set_exception(e)
 
     # In its context there is a current client.

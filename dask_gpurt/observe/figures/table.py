@@ -356,11 +356,7 @@ SCHEDULER: tuple[Figure, ...] = (
     status("placement.copies.forbidden.*", "count", "Stragglers that must not run twice, by reason"),
     status("placement.fusion.graphs", "count", "Graphs of data frames whose steps were fused"),
     status("placement.fusion.spared", "count", "Tasks that these have less"),
-    status(
-        "placement.fusion.shared",
-        "count",
-        "Times that nothing was fused for ten minutes, as graphs that ran side by side had common steps",
-    ),
+    status("placement.fusion.shared", "count", "Times that graphs with common steps ran side by side"),
     status("placement.messages_early", "count", "Messages to idle workers that did not wait for Dask's interval"),
     status("placement.routes_shortened", "count", "Tasks sent with near holders only"),
     status("placement.links.*.dropped", "count", "Transfers of no time or of impossible size, not learned from"),
