@@ -82,7 +82,8 @@ def seconds(client: Client, pattern: str, grain: float, per_ms: float) -> tuple[
     tasks, ends = graph(pattern, steps, round(grain * per_ms))
     start = time.perf_counter()
     futures = client.get(tasks, ends, sync=False)
-    wait(futures)
+    with client.as_current():
+        wait(futures)
     wall = time.perf_counter() - start
     del futures
     while client.run_on_scheduler(lambda dask_scheduler: len(dask_scheduler.tasks)):
