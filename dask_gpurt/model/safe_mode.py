@@ -3,8 +3,7 @@
 Unlike a detach it works while shuffles run, and takes effect with the next decision or message. Nothing is uninstalled.
 
 placement
-    Dask decides where tasks run and which are stolen. No second copies of stragglers, no
-    fused steps in new graphs.
+    Dask decides where tasks run and which are stolen. No second copies of stragglers, no fused steps in new graphs.
 tiers
     Nothing is read ahead of its use.
 shuffle

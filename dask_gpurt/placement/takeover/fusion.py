@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 #: how a client says that it waits for the result
 WAITS = [{"type": "low-level-graph"}]
-#: after graphs with common steps were waited for side by side, nothing is fused
+#: for which nothing is fused after graphs with common steps ran side by side
 SHARED_SECONDS = 600.0
 #: states of a task whose result is still to come
 _TO_COME = frozenset(("no-worker", "processing", "queued", "waiting"))
@@ -239,7 +239,8 @@ class _States(Wrapped):
 
     def _wrap(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         def generate(keys: Any, dsk: dict[Any, Any], computation: Any) -> Any:
-            if self._active and self._fusion.scheduler.tasks:
+            # On the event loop, so not where nothing was ever fused.
+            if self._active and (self._fusion.running or self._fusion.graphs):
                 _forget_known(self._fusion.scheduler.tasks, dsk, keys)
             if self._leaves:
                 self.leave()
@@ -255,6 +256,7 @@ class _States(Wrapped):
 
 
 def _forget_known(tasks: Mapping[Key, TaskState], graph: dict[Key, Any], keys: Iterable[Key]) -> None:
+    """Take out of a graph what the scheduler has with other inputs, and what only that needs."""
     known = [key for key in graph if key in tasks and _differs(tasks[key], graph[key])]
     if not known:
         return
