@@ -30,7 +30,7 @@ def measure(cluster: ProcessCluster, opened: tables.Tables, number: int, hold: b
     before = snapshot(cluster.client)
     began = time.perf_counter()
     with planning.switched(hold), cluster.client.as_current():
-        cluster.client.compute(queries.QUERIES[number](opened)).result()
+        queries.QUERIES[number](opened).compute()
     seconds = time.perf_counter() - began
     run = from_snapshots(before, snapshot(cluster.client))
     threads = sum(w.threads for w in run.workers)

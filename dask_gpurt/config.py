@@ -102,6 +102,8 @@ class TierSettings:
     prefetch: float
     #: share [0, 1] of the worker's memory limit for columns of Parquet files; 0: none
     read_cache: float
+    #: the C allocator keeps what tasks free
+    reuse: bool
 
     @property
     def folders(self) -> tuple[str, ...]:
@@ -247,6 +249,7 @@ def _tiers(tree: Mapping[str, Any]) -> TierSettings:
         pinned_limit=_bytes_or_auto(tree["pinned-limit"], "gpurt.tiers.pinned-limit"),
         prefetch=float(tree["prefetch"]),
         read_cache=float(tree["read-cache"]),
+        reuse=bool(tree["reuse-memory"]),
     )
 
 

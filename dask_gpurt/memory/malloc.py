@@ -19,7 +19,7 @@ machine, much more where the host has to find the memory first). They were half 
 
 The thresholds are touched only where the environment has ``MALLOC_TRIM_THRESHOLD_``: its value is what to restore, and
 only then glibc's own adjustment of the thresholds is off already, which `mallopt` would switch off for good. Elsewhere
-(no glibc, no nanny) they stay as they are.
+(no glibc, no nanny) they stay as they are. While no shuffle runs, tasks may have others (`reuse`).
 
 Measured, one partition of 62 MB split, encoded, checked and assembled (CPU seconds, page faults): 0.29 and 50,000 with
 the nanny's setting, 0.12 and none in warm memory; 0.11 is what Arrow alone takes there. `TRIM_BYTES` of 64 MiB instead
@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     Submit = Callable[[Callable[[], object]], Any]
 
 _TRIM, _MMAP = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+#: ``MALLOC_TRIM_THRESHOLD_`` as distributed's configuration has it. Another one was chosen by a user
+NANNY_TRIM_BYTES = 65536
 #: glibc's default of the size from which an allocation is a mapping of its own
 _MMAP_BYTES = 128 << 10
 #: `mallopt` takes an int; more would be cut off to its last bits
@@ -121,6 +123,8 @@ class Heap:
         self._limit_bytes = 0
         #: bytes freed since the last look
         self._freed = 0
+        #: thresholds while no shuffle runs, of trimming and of mappings; None: those of the environment
+        self._resting: tuple[int, int] | None = None
         #: process memory when the first output of these runs had been made, bytes; 0: none was
         self._mark_bytes = 0
         try:
@@ -200,12 +204,31 @@ class Heap:
             if self.warm:
                 self._cool()
 
+    def rest(self, thresholds: tuple[int, int] | None) -> bool:
+        """Have other thresholds than the environment's while no shuffle runs; whether that can be. None: no longer.
+
+        Parameters
+        ----------
+        thresholds
+            Bytes: of what is free at the end of an arena before it goes back, and of the least mapping of its own.
+        """
+        with self._lock:
+            if self._libc is None or self._before[0] != NANNY_TRIM_BYTES:
+                return False
+            self._resting = thresholds
+            if not self.warm:
+                self._set_thresholds()
+            return True
+
+    def _set_thresholds(self) -> None:
+        trim, mmap = self._resting or self._before
+        self._libc.mallopt(_TRIM, trim)
+        self._libc.mallopt(_MMAP, mmap)
+
     def _cool(self) -> None:
         self._pages.keep(False)
         if self._libc is not None:
-            trim, mmap = self._before
-            self._libc.mallopt(_TRIM, trim)
-            self._libc.mallopt(_MMAP, mmap)
+            self._set_thresholds()
         self.warm = False
 
     def _needed(self, rss_bytes: int) -> bool:

@@ -60,6 +60,8 @@ class Limits:
     ceiling_bytes: int | None
     #: columns of files that are kept while memory is free
     reads_bytes: int
+    #: tasks use again what others freed
+    reuse: bool
     interval_seconds: float
     #: task results are not ours
     shards_only: bool
@@ -93,6 +95,7 @@ def limits_of(worker: Worker, settings: TierSettings, *, shards_only: bool) -> L
         watch_low_bytes=int(limit * (target or spill)) if watched else None,
         ceiling_bytes=int(limit * ceiling) if watched else None,
         reads_bytes=int(limit * settings.read_cache) if watched and not shards_only else 0,
+        reuse=settings.reuse,
         interval_seconds=manager.memory_monitor_interval or 0.1,
         shards_only=shards_only,
     )

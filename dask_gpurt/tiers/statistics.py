@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dask_gpurt.backends import cuda
 from dask_gpurt.memory import reclaim
 from dask_gpurt.memory.pages import pages
+from dask_gpurt.memory.reuse import reuse
 from dask_gpurt.tiers.engine import buffer_roots
 from dask_gpurt.tiers.read_cache import seam as reads
 
@@ -134,6 +135,7 @@ class Figures:
             "admission_queue": len(engine.gate),
             "memory_alarms": self.watch.alarms,
             "memory_trims": self.watch.trims,
+            "memory_reuse_trims": reuse.trims,
             "evictions": engine.decided_by,
             **engine.counters.to_dict(),
         }

@@ -20,6 +20,7 @@ from dask_gpurt.tiers.engine.entry import State
 from dask_gpurt.tiers.limits import limits_of
 from dask_gpurt.tiers.worker import memory_watch
 from dask_gpurt.tiers.worker.memory_watch import MemoryWatch
+from tests.memory.test_reuse import Process
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +39,9 @@ def worker(limit: int | None, target: Any = 0.6, spill: Any = 0.7, pause: Any = 
         max_spill=False,
         memory_monitor_interval=0.1,
     )
-    return SimpleNamespace(memory_manager=manager, state=SimpleNamespace(nthreads=1), status=Status.running)
+    return SimpleNamespace(
+        memory_manager=manager, state=SimpleNamespace(nthreads=1, executing_count=0), status=Status.running
+    )
 
 
 @pytest.mark.parametrize(
@@ -205,3 +208,23 @@ def test_a_pyarrow_that_is_being_imported_has_no_pool_yet(monkeypatch: pytest.Mo
     monkeypatch.setattr(memory_watch, "arenas", SimpleNamespace(trim=lambda: trimmed.append(True)))
     memory_watch._give_back()
     assert trimmed == [True]
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_what_tasks_free_is_used_again_as_the_setting_says(
+    wanted: bool, run_rig: RunRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = Process()
+    monkeypatch.setattr(memory_watch, "reuse", process.reuse)
+
+    async def main(rig: Rig) -> None:
+        fake = worker(1_000_000_000)
+        fake.monitor = SimpleNamespace(get_process_memory=lambda: 100_000_000)
+        tiers = Settings.load({"tiers.reuse-memory": wanted}).tiers
+        watch = MemoryWatch(fake, rig.engine, limits_of(fake, tiers, shards_only=False))
+        watch.look()
+        assert process.reuse.on is wanted
+        watch.stop()
+        assert not process.reuse.on
+
+    run_rig(main)

@@ -8,17 +8,22 @@ A *step* is an expression that works partition by partition. A *group* is a step
 the group read. Its tasks are put into the one of its uppermost step, which keeps its key, so nothing above it changes.
 That nothing else reads a task which is dropped is seen in the graph itself, task by task.
 
-A group whose steps could run side by side, such as two columns computed apart, is left where there are fewer partitions
-than threads: they may be all the parallelism that there is. A chain has none to lose.
+Three things a group must not do, as its steps by themselves would not:
 
-What a task holds while it runs cannot be spilled. So no group holds more than `MOST_ALIVE` results of its steps at a
-time, where one step has two or three in hand, its inputs and its result. A wider one is cut where a result is read
-twice, which leaves trees, and a tree that is still too wide is left.
+* *Wait.* A task starts when all of its inputs are there. So all steps of a group need the same inputs from outside. It
+  is cut below a step that reads one more, such as a small frame to join with: what is below runs while that is made.
+* *Idle.* A group whose steps could run side by side, such as two columns computed apart, is left where there are fewer
+  partitions than threads: they may be all the parallelism that there is. So are functions of the user's side by side
+  where the partitions leave threads idle at the end. A chain has none to lose.
+* *Hold.* What a task has in hand while it runs cannot be spilled: its inputs until it ends, and results of its steps.
+  A group has no more than `MOST_ALIVE` of them at a time, where one step has two or three. A wider one is cut where a
+  result is read twice, which leaves trees, and a tree that is still too wide is left.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
@@ -35,10 +40,17 @@ if TYPE_CHECKING:
 _MODULE = "dask.dataframe.dask_expr._expr"
 #: kinds that hold data of the client's. A task of theirs says by itself that it carries some
 _DATA = ("FromArray", "FromDelayed", "FromPandas")
+#: kinds that run a function of the user's, or read. All others are known to be short
+_LONG = ("Apply", "BlockwiseIO", "Map", "MapPartitions")
+#: and what is one of these and short
+_SHORT = ("UFuncElemwise",)
 
-
-#: results of its steps that a task may hold at a time; masks, of a byte a row, are an eighth of one
+#: inputs, and results of its steps, that a task may hold at a time; masks, of a byte a row, are an eighth of one
 MOST_ALIVE = 4.0
+#: of the time of all rounds, what the last may waste with steps that could run side by side
+MOST_IDLE = 1.1
+#: times that groups are cut anew; what has still steps that need not the same is left
+_ROUNDS = 8
 #: kinds whose result is a mask
 _MASKS = ("And", "Between", "EQ", "GE", "GT", "Invert", "IsNa", "Isin", "LE", "LT", "NE", "NotNull", "Or")
 
@@ -58,15 +70,20 @@ class Steps:
         self.order: list[str] = []
         #: names of steps
         self.names: set[str] = set()
-        #: of these, those whose result is a mask
+        #: of these, those whose result is a mask, and those that may take long
         self.masks: set[str] = set()
+        self.long: set[str] = set()
+        #: names of data of the client's, which are there from the start
+        self.there: set[str] = set()
         #: name -> names of those that read it, and of those that it reads
         self.readers: defaultdict[str, set[str]] = defaultdict(set)
         self.reads: dict[str, set[str]] = {}
         if module is None:
             return
-        data = tuple(getattr(module, name) for name in _DATA)
-        masks = tuple(getattr(module, name) for name in _MASKS if hasattr(module, name))
+        data, masks, long, short = (
+            tuple(getattr(module, name) for name in names if hasattr(module, name))
+            for names in (_DATA, _MASKS, _LONG, _SHORT)
+        )
         left: list[tuple[Any, bool]] = [(expression, False)]
         while left:
             one, done = left.pop()
@@ -78,10 +95,15 @@ class Steps:
                 self.reads[name] = {other._name for other in below}
                 for other in self.reads[name]:
                     self.readers[other].add(name)
-                if isinstance(one, module.Blockwise) and not isinstance(one, data):
+                if isinstance(one, data):
+                    if not below:
+                        self.there.add(name)
+                elif isinstance(one, module.Blockwise):
                     self.names.add(name)
                     if isinstance(one, masks):
                         self.masks.add(name)
+                    if isinstance(one, long) and not isinstance(one, short):
+                        self.long.add(name)
                 left.append((one, True))
                 left += ((other, False) for other in below)
         self.order.reverse()
@@ -111,20 +133,47 @@ class Steps:
                 over = name
             top[name] = over
             members[over].append(name)
-        out: dict[str, list[str]] = {}
-        for over, group in members.items():
-            chain = all(below in self.reads[above] for above, below in itertools.pairwise(group))
-            if len(group) > 1 and (chain or len(partitions[over]) >= threads):
-                out[over] = group
-        return out
+        return {
+            over: group
+            for over, group in members.items()
+            if len(group) > 1 and self._keeps_busy(group, len(partitions[over]), threads)
+        }
+
+    def _keeps_busy(self, group: list[str], count: int, threads: float) -> bool:
+        """Whether so many tasks of a group use as many threads as its steps by themselves could."""
+        if all(below in self.reads[above] for above, below in itertools.pairwise(group)):
+            return True
+        if count < threads:
+            return False
+        if math.ceil(count / threads) * threads <= MOST_IDLE * count:
+            return True
+        # One below the other: then each has all that are further down below it.
+        below: dict[str, set[str]] = {}
+        seen: set[str] = set()
+        for name in reversed(group):
+            below[name] = set().union(*(below[other] for other in self.reads[name] if other in below))
+            if name in self.long:
+                if below[name] != seen:
+                    return False
+                below[name].add(name)
+                seen.add(name)
+        return True
+
+    def late(self, group: list[str]) -> set[str]:
+        """Steps that could run before those of the group that read them, as these need more from outside."""
+        needs: dict[str, set[str]] = {}
+        for name in reversed(group):
+            needs[name] = set().union(*(needs.get(other, {other} - self.there) for other in self.reads[name]))
+        return {other for name in group for other in self.reads[name] if other in needs and needs[other] != needs[name]}
 
     def alive(self, group: list[str]) -> float:
-        """Results of its steps that a group holds at most at a time, if it runs in the order in which Dask would."""
+        """Inputs, and results of its steps, that a group holds at most at a time, run in the order of Dask's."""
         inside = set(group)
         reads = {name: self.reads[name] & inside for name in group}
         places = order({name: Task(name, len, *map(TaskRef, below)) for name, below in reads.items()})
         unread = {name: len(self.readers[name] & inside) for name in group}
-        now = most = 0.0
+        # A task has all of its inputs until it ends.
+        now = most = sum(self._weight(name) for name in set().union(*(self.reads[name] for name in group)) - inside)
         for name in sorted(group, key=places.__getitem__):
             now += self._weight(name)
             most = max(most, now)
@@ -169,11 +218,20 @@ def fused(
             partitions[key[0]].add(key[1])
     kept = {_name(key) for key in asked} | {name for name in steps.names if name in known}
     groups = steps.groups(partitions, kept, threads)
-    wide = [group for group in groups.values() if steps.alive(group) > MOST_ALIVE]
-    if wide:
-        kept.update(name for group in wide for name in group if len(steps.readers[name]) > 1)
+    for _ in range(_ROUNDS):
+        cut = {name for group in groups.values() for name in steps.late(group)}
+        wide = [group for group in groups.values() if steps.alive(group) > MOST_ALIVE]
+        cut.update(name for group in wide for name in group[1:] if len(steps.readers[name]) > 1)
+        if not cut:
+            break
+        kept |= cut
         groups = steps.groups(partitions, kept, threads)
-    top = {name: over for over, group in groups.items() if steps.alive(group) <= MOST_ALIVE for name in group}
+    top = {
+        name: over
+        for over, group in groups.items()
+        if steps.alive(group) <= MOST_ALIVE and not steps.late(group)
+        for name in group
+    }
     if not top:
         return graph
     left = {top[name] for key in annotated if (name := _name(key)) in top}
@@ -206,6 +264,11 @@ _FUSED = Task.fuse(Task("a", len, ()), Task("b", len, TaskRef("a"))).func
 def is_fused(task: Any) -> bool:
     """Whether a task is made of others."""
     return type(task) is Task and task.func is _FUSED
+
+
+def parts(task: Any) -> Collection[Key]:
+    """Keys of the tasks that a task is made of; none: of no others."""
+    return task.args[0].keys() if is_fused(task) else ()
 
 
 def _name(key: Any) -> Any:

@@ -28,6 +28,7 @@ A task is never copied when it
   UUID there. It may put something into a queue, count, or draw a random number;
 * writes, by its name (``to-parquet``, ``store-map``, ``process_and_upload``, ...): two copies *at the same time* may
   write into one file, which running again after a loss does not;
+* has a step of these kinds, where several were fused (`steps`);
 * belongs to a P2P shuffle, which sends shards as it runs, or is next to its barrier;
 * is an actor or reads one (what it has the actor do would be done twice), needs resources, or was running when a worker
   died (it may be what kills them);
@@ -39,6 +40,9 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from dask.utils import key_split
+
+from dask_gpurt.placement.decide.steps import parts
 from dask_gpurt.placement.tables.worker_facts import is_queueable
 
 if TYPE_CHECKING:
@@ -115,13 +119,17 @@ def _is_barrier(ts: TaskState) -> bool:
     return any(c.__name__ == "P2PBarrierTask" for c in type(ts.run_spec).__mro__)
 
 
+def _writes(name: str) -> bool:
+    return name.startswith(WRITERS) or not CHANGES.isdisjoint(_WORDS.findall(name))
+
+
 def forbidden(ts: TaskState) -> str | None:
     """Why a TaskState must not run twice at the same time; None: it may."""
     annotations = ts.annotations or {}
     if annotations.get(ANNOTATION, True) is False:
         return "annotated"
-    base = ts.key[0] if isinstance(ts.key, tuple) and ts.key else ts.key
-    if isinstance(base, str) and _IMPURE.search(base):
+    bases = [key[0] if isinstance(key, tuple) and key else key for key in (ts.key, *parts(ts.run_spec))]
+    if any(isinstance(base, str) and _IMPURE.search(base) for base in bases):
         return "impure"
     if ts.actor:
         return "actor"
@@ -131,11 +139,10 @@ def forbidden(ts: TaskState) -> str | None:
         return "suspicious"
     if ts.run_spec is None:
         return "no recipe"
-    name = ts.prefix.name
-    lowered = name.lower()
-    if lowered.startswith(WRITERS) or not CHANGES.isdisjoint(_WORDS.findall(lowered)):
+    names = [ts.prefix.name, *(key_split(base) for base in bases[1:])]
+    if any(_writes(name.lower()) for name in names):
         return "writes"
-    if not is_queueable(ts) or any(part in name for part in P2P) or _is_barrier(ts):
+    if not is_queueable(ts) or any(part in name for name in names for part in P2P) or _is_barrier(ts):
         return "shuffle"
     for neighbours in (ts.dependents, ts.dependencies):
         for i, other in enumerate(neighbours):

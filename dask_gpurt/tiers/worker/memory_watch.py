@@ -12,7 +12,7 @@ other parts keep for later (`memory.reclaim`) and what is free inside of allocat
 Where shuffles have raised its thresholds, the allocator keeps much of it. To move values then does not make the process
 smaller, and a worker that distributed has paused for it would stay paused for good, with nothing in memory. (Seen: a
 sort of three times the memory.) So it is given back, too, wherever the worker is paused, also where ``spill`` is false
-and values stay.
+and values stay. Far below its limit a worker keeps some of what tasks free (`memory.reuse`).
 
 Pausing stays with distributed's monitor, which reads the same resident set. The nanny's ``terminate`` stays as well.
 """
@@ -33,6 +33,7 @@ from tornado.ioloop import PeriodicCallback
 from dask_gpurt.memory import reclaim
 from dask_gpurt.memory.arenas import arenas
 from dask_gpurt.memory.pages import pages
+from dask_gpurt.memory.reuse import reuse
 from dask_gpurt.tiers.read_cache import seam as reads
 from dask_gpurt.tiers.threads import run_apart
 
@@ -144,6 +145,7 @@ class MemoryWatch:
     def stop(self) -> None:
         """Look no longer, until `set_limits`."""
         pages.trim()
+        reuse.cool()
         self._allow_reads(0)  # the memory is not watched
         self._reads_before, self._reads_since, self._reads_least = math.inf, -math.inf, math.inf
         if self._callback is not None:
@@ -211,13 +213,17 @@ class MemoryWatch:
         """Look at the resident set once, and act."""
         pages.trim_idle()
         self._engine.eviction.relax()
+        # The source that distributed itself uses, and that its tests replace.
+        size = self._worker.monitor.get_process_memory()
+        if self._limits.reuse and reuse.look(
+            size, self._worker.memory_manager.memory_limit, self._worker.state.executing_count > 0
+        ):
+            self._in_thread(arenas.trim)
         if self._worker.status is Status.paused:  # by a mark of its own, which may lie below ours, or be the only one
             self.trim()
         high, low = self._limits.watch_high_bytes, self._limits.watch_low_bytes
         if high is None or low is None:
             return
-        # The source that distributed itself uses, and that its tests replace.
-        size = self._worker.monitor.get_process_memory()
         idle = pages.idle_bytes
         kept = reads.CACHE.kept_bytes
         if self._limits.ceiling_bytes is not None and not self._limits.shards_only:

@@ -176,6 +176,71 @@ def test_steps_side_by_side_need_as_many_partitions_as_threads() -> None:
     assert len(enough) < len(few) <= len(graph)
 
 
+def user(p: Any) -> Any:
+    return p
+
+
+def long(p: Any) -> Any:
+    return p
+
+
+def starts(graph: dict[Any, Any], name: str) -> list[Any]:
+    return [key for key in graph if isinstance(key, tuple) and str(key[0]).startswith(name)]
+
+
+LATE = {
+    "a frame to join with": lambda d: d.merge(dd.from_map(make, [0])[["k", "y"]], on="k"),
+    "a mean": lambda d: d.assign(x=d.x - dd.from_map(make, [0]).x.mean()),
+    "a value": lambda d: d.map_partitions(lambda p, v: p + v, dask.delayed(len)([1, 2]), meta=d),
+    "another frame": lambda d: d + dd.from_delayed([dask.delayed(make)(i) for i in range(PARTS)], meta=make(0)),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_what_can_run_before_an_input_is_there_does(name: str) -> None:
+    d = frame().map_partitions(long)[["k", "x"]]
+    graph, found, keys = fuse(LATE[name](d).map_partitions(user).k.sum())
+    reads = [key for key in starts(found, "long") if not found[key].dependencies]
+    reads += [key for key in starts(found, "getitem") if not found[key].dependencies]
+    assert len(reads) >= PARTS  # reading and the long step need nothing
+    assert len(found) < len(graph)
+    assert same(runs(found, keys), runs(graph, keys))
+
+
+def test_a_small_frame_of_the_client_is_no_reason_to_wait() -> None:
+    _, found, _ = fuse(QUERIES["a small frame"](frame().map_partitions(long)))
+    assert not starts(found, "long")
+
+
+@pytest.mark.parametrize("frames", [3, 6, 10])
+def test_inputs_that_a_task_would_hold_count(frames: int) -> None:
+    """A sum of many frames has two of them in hand. As one task it would have all."""
+    made = [dd.from_delayed([dask.delayed(make)(i) for i in range(PARTS)], meta=make(0)) for _ in range(frames)]
+    total = functools.reduce(operator.add, (m.x for m in made))
+    graph, found, keys = fuse(total.sum())
+    assert max(len(task.dependencies) for key, task in found.items() if isinstance(key, tuple)) <= max(PARTS, 3)
+    assert all(len(task.dependencies) <= 3 for task in found.values() if steps.is_fused(task))
+    assert same(runs(found, keys), runs(graph, keys))
+
+
+@pytest.mark.parametrize(("name", "more"), [("long", True), ("x", False)])
+def test_long_steps_side_by_side_need_full_rounds(name: str, more: bool) -> None:
+    """Five partitions on four threads: the last one leaves three without work."""
+    d = frame(5)
+    a, b = (d.map_partitions(long).x, d.map_partitions(user).y) if more else (d.x * 2, d.y * 3)
+    _, uneven, _ = fuse((a + b).sum(), threads=4)
+    assert bool(starts(uneven, "long")) == more
+    _, even, _ = fuse((a + b).sum(), threads=5)
+    assert not starts(even, "long")
+
+
+def test_long_steps_one_below_the_other_are_a_chain() -> None:
+    d = frame(5).map_partitions(long)
+    query = (d.x * 2 + d.y * 3).map_partitions(user).sum()
+    _, found, _ = fuse(query, threads=4)
+    assert not starts(found, "long")
+
+
 def test_a_step_that_the_scheduler_has_stays() -> None:
     d = frame()
     step = d[d.x > 7]

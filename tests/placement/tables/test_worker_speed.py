@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from dask.task_spec import Task, TaskRef
 from distributed.core import Status
 
 from dask_gpurt.model.link import LinkClass
@@ -201,10 +203,19 @@ def candidate(**kw: Any) -> Any:
     return SimpleNamespace(**{**values, **kw})
 
 
+def one_task(*names: str) -> Task:
+    """Made of several, as `placement.decide.steps` makes it."""
+    tasks = [Task((name, 1), len, TaskRef((below, 1))) for below, name in itertools.pairwise(("in", *names))]
+    return Task.fuse(*tasks, key=(names[-1], 1))
+
+
 @pytest.mark.parametrize(
     ("reason", "kw"),
     [
         (None, {}),
+        (None, {"run_spec": one_task("read-0f", "inc-0f")}),
+        ("writes", {"run_spec": one_task("save_rows-0f", "inc-0f")}),
+        ("impure", {"run_spec": one_task("f-2b6e1f2a-8a0f-4c55-9d0e-3f1b7c9d2e10", "inc-0f")}),
         (None, {"annotations": {"gpurt_rerun": True, "priority": 1}}),
         ("annotated", {"annotations": {"gpurt_rerun": False}}),
         ("actor", {"actor": True}),

@@ -1,0 +1,162 @@
+"""What tasks free is used again while there is room, and goes back when it is more than a little of the process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from dask_gpurt.memory.malloc import Heap
+from dask_gpurt.memory.pages import Pages
+from dask_gpurt.memory.reuse import IDLE_SECONDS, LEAST_BYTES, MMAP_BYTES, SHARE, TRIM_BYTES, Reuse, allocated
+from tests.memory.test_malloc import NANNY, Libc
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MB, GB = 1 << 20, 1 << 30
+OURS = [(-1, TRIM_BYTES), (-3, MMAP_BYTES)]
+STOCK = [(-1, 65536), (-3, 128 << 10)]
+
+
+class Process:
+    """Says what is allocated, and what time it is."""
+
+    def __init__(self, environment: Mapping[str, str] = NANNY) -> None:
+        self.libc = Libc()
+        self.heap = Heap(environment, self.libc, pages=Pages(None))
+        self.used = 100 * MB
+        self.seconds = 0.0
+        self.reuse = Reuse(self.heap, lambda: self.used, lambda: self.seconds)
+
+    def look(self, rss_bytes: int, busy: bool = True, limit_bytes: int | None = 2 * GB) -> bool:
+        return self.reuse.look(rss_bytes, limit_bytes, busy)
+
+    def calls(self) -> list[tuple[int, int] | str]:
+        made, self.libc.calls = self.libc.calls, []
+        return made
+
+
+@pytest.mark.parametrize("limit", [None, 0, 2 * GB])
+def test_on_while_there_is_room(limit: int | None) -> None:
+    p = Process()
+    assert not p.look(200 * MB, limit_bytes=limit)
+    assert p.reuse.on
+    assert p.calls() == OURS
+
+
+def test_off_near_the_limit_until_there_is_room_again() -> None:
+    p = Process()
+    p.look(200 * MB)
+    p.calls()
+    assert p.look(GB + 1)
+    assert p.calls() == STOCK
+    assert not p.look(GB - 1)  # no turning on and off around one mark
+    assert p.calls() == []
+    p.look(800 * MB)
+    assert p.calls() == OURS
+
+
+def test_what_is_free_goes_when_it_is_more_than_a_little() -> None:
+    p = Process()
+    p.look(200 * MB)
+    assert not p.look(200 * MB)
+    p.used += 500 * MB
+    assert not p.look(700 * MB)  # all of it is allocated
+    bound = int(SHARE * 700 * MB)
+    assert bound > LEAST_BYTES
+    p.used -= bound
+    assert not p.look(700 * MB)
+    p.used -= MB
+    assert p.look(700 * MB)
+    assert not p.look(700 * MB)  # from now on what the process has then counts as its own
+    assert p.reuse.trims == 1
+
+
+def test_a_small_process_may_have_the_least() -> None:
+    p = Process()
+    p.look(120 * MB)
+    p.look(120 * MB)
+    assert not p.look(120 * MB + LEAST_BYTES)
+    assert p.look(121 * MB + LEAST_BYTES)
+
+
+def test_a_trim_that_takes_longer_than_to_the_next_look() -> None:
+    """What it frees after that look is free memory, too."""
+    p = Process()
+    for rss in (200, 200, 300):
+        trims = p.look(rss * MB)
+    assert trims
+    assert not p.look(300 * MB)
+    assert not p.look(200 * MB)
+    assert p.look(300 * MB)
+
+
+def test_what_is_free_goes_once_when_no_task_runs() -> None:
+    p = Process()
+    p.look(200 * MB)
+    assert not p.look(200 * MB, busy=True)
+    p.seconds = IDLE_SECONDS
+    assert not p.look(200 * MB, busy=False)
+    p.seconds += 0.1
+    assert p.look(200 * MB, busy=False)
+    p.seconds += 100
+    assert not p.look(200 * MB, busy=False)
+
+
+def test_a_shuffle_keeps_what_it_wants() -> None:
+    p = Process()
+    p.look(200 * MB)
+    p.look(200 * MB)
+    p.heap.keep(2 * GB)
+    p.calls()
+    assert not p.look(900 * MB)
+    p.reuse.cool()
+    assert p.calls() == []  # it has thresholds of its own
+    assert not p.look(200 * MB)
+    assert p.calls() == []
+    p.heap.give_back()
+    assert p.calls() == OURS
+
+
+@pytest.mark.parametrize("environment", [{}, {"MALLOC_TRIM_THRESHOLD_": "0"}, {"MALLOC_TRIM_THRESHOLD_": "1000000"}])
+def test_what_glibc_or_a_user_has_chosen_stays(environment: dict[str, str]) -> None:
+    p = Process(environment)
+    for _ in range(3):
+        assert not p.look(200 * MB)
+    assert not p.reuse.on
+    assert p.calls() == []
+
+
+def test_a_library_that_does_not_say_what_is_allocated() -> None:
+    heap = Heap(NANNY, libc := Libc())
+    assert not Reuse(heap, None).look(200 * MB, None, True)
+    assert libc.calls == []
+
+
+FAULTS = """
+import resource, numpy as np
+from dask_gpurt.memory.malloc import heap
+from dask_gpurt.memory.reuse import reuse
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(50):
+        np.ones(300_000) + 1
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+stock = faults()
+reuse.look(1, None, True)
+faults()
+print(stock, faults(), reuse.on)
+"""
+
+
+@pytest.mark.skipif(allocated() is None, reason="needs glibc 2.33")
+def test_a_process_has_far_fewer_page_faults() -> None:
+    environment = {**os.environ, **NANNY}
+    run = subprocess.run([sys.executable, "-c", FAULTS], env=environment, capture_output=True, text=True, check=True)
+    stock, ours, on = run.stdout.split()
+    assert on == "True"
+    assert int(ours) < int(stock) / 10
