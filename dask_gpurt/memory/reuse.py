@@ -2,7 +2,8 @@
 
 While a worker has room, `Reuse.look` has the thresholds of the C allocator at what glibc chooses by itself. It says
 when what is free in there is to go back to the system: it is more than `SHARE` of the process, or no task has run for
-`IDLE_SECONDS`. Above `PRESSURE` of the worker's memory limit the nanny's thresholds are back, until it is below `ROOM`.
+`IDLE_SECONDS`. While values may have to leave memory, or above `PRESSURE` of the worker's memory limit, the nanny's
+thresholds are back, until it is below `ROOM`.
 
 Theory of operation. distributed's nanny starts workers with ``MALLOC_TRIM_THRESHOLD_``, so that freed memory goes back.
 With glibc that also ends its own adjustment: each allocation of 128 KiB or more is then a mapping of its own, and goes
@@ -41,9 +42,9 @@ MMAP_BYTES = 32 << 20
 #: free bytes that stay at the end of an arena
 TRIM_BYTES = 8 << 20
 #: share of the process that may be free, and what may be in any case
-SHARE, LEAST_BYTES = 1 / 8, 32 << 20
-#: shares of the worker's memory limit above which nothing is kept, and below which it is again
-PRESSURE, ROOM = 0.5, 0.4
+SHARE, LEAST_BYTES = 1 / 8, 16 << 20
+#: shares of the memory limit above which nothing is kept, and below which it is again (values leave at 0.7)
+PRESSURE, ROOM = 0.65, 0.6
 #: without a task, after which what is free goes
 IDLE_SECONDS = 10.0
 
@@ -102,7 +103,7 @@ class Reuse:
         #: times that it went back
         self.trims = 0
 
-    def look(self, rss_bytes: int, limit_bytes: int | None, busy: bool) -> bool:
+    def look(self, rss_bytes: int, limit_bytes: int | None, *, busy: bool, pressed: bool) -> bool:
         """Whether what is free is to go back now. Called several times a second.
 
         Parameters
@@ -113,14 +114,16 @@ class Reuse:
             Of the worker; None or 0: it has none.
         busy
             Whether a task runs.
+        pressed
+            Whether values may have to leave memory soon.
         """
         if self._allocated_bytes is None:
             return False
         if not self.on:
-            if not limit_bytes or rss_bytes < ROOM * limit_bytes:
+            if not pressed and (not limit_bytes or rss_bytes < ROOM * limit_bytes):
                 self.on = self._heap.rest((TRIM_BYTES, MMAP_BYTES))
             return False
-        if limit_bytes and rss_bytes > PRESSURE * limit_bytes:
+        if pressed or (limit_bytes and rss_bytes > PRESSURE * limit_bytes):
             self.cool()
             return self._trim()
         if self._heap.warm:  # a shuffle keeps more, and has bounds of its own

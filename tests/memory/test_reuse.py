@@ -11,7 +11,17 @@ import pytest
 
 from dask_gpurt.memory.malloc import Heap
 from dask_gpurt.memory.pages import Pages
-from dask_gpurt.memory.reuse import IDLE_SECONDS, LEAST_BYTES, MMAP_BYTES, SHARE, TRIM_BYTES, Reuse, allocated
+from dask_gpurt.memory.reuse import (
+    IDLE_SECONDS,
+    LEAST_BYTES,
+    MMAP_BYTES,
+    PRESSURE,
+    ROOM,
+    SHARE,
+    TRIM_BYTES,
+    Reuse,
+    allocated,
+)
 from tests.memory.test_malloc import NANNY, Libc
 
 if TYPE_CHECKING:
@@ -32,8 +42,8 @@ class Process:
         self.seconds = 0.0
         self.reuse = Reuse(self.heap, lambda: self.used, lambda: self.seconds)
 
-    def look(self, rss_bytes: int, busy: bool = True, limit_bytes: int | None = 2 * GB) -> bool:
-        return self.reuse.look(rss_bytes, limit_bytes, busy)
+    def look(self, rss_bytes: int, busy: bool = True, limit_bytes: int | None = 2 * GB, pressed: bool = False) -> bool:
+        return self.reuse.look(rss_bytes, limit_bytes, busy=busy, pressed=pressed)
 
     def calls(self) -> list[tuple[int, int] | str]:
         made, self.libc.calls = self.libc.calls, []
@@ -52,12 +62,22 @@ def test_off_near_the_limit_until_there_is_room_again() -> None:
     p = Process()
     p.look(200 * MB)
     p.calls()
-    assert p.look(GB + 1)
+    assert p.look(int(PRESSURE * 2 * GB) + 1)
     assert p.calls() == STOCK
-    assert not p.look(GB - 1)  # no turning on and off around one mark
+    assert not p.look(int(PRESSURE * 2 * GB) - 1)  # no turning on and off around one mark
     assert p.calls() == []
-    p.look(800 * MB)
+    p.look(int(ROOM * 2 * GB) - 1)
     assert p.calls() == OURS
+
+
+def test_off_while_values_may_have_to_leave() -> None:
+    p = Process()
+    p.look(200 * MB, pressed=True)
+    assert p.calls() == []
+    p.look(200 * MB)
+    assert p.calls() == OURS
+    assert p.look(200 * MB, pressed=True)
+    assert p.calls() == STOCK
 
 
 def test_what_is_free_goes_when_it_is_more_than_a_little() -> None:
@@ -78,10 +98,10 @@ def test_what_is_free_goes_when_it_is_more_than_a_little() -> None:
 
 def test_a_small_process_may_have_the_least() -> None:
     p = Process()
-    p.look(120 * MB)
-    p.look(120 * MB)
-    assert not p.look(120 * MB + LEAST_BYTES)
-    assert p.look(121 * MB + LEAST_BYTES)
+    p.look(101 * MB)
+    p.look(101 * MB)
+    assert not p.look(101 * MB + LEAST_BYTES)
+    assert p.look(102 * MB + LEAST_BYTES)
 
 
 def test_a_trim_that_takes_longer_than_to_the_next_look() -> None:
@@ -133,7 +153,7 @@ def test_what_glibc_or_a_user_has_chosen_stays(environment: dict[str, str]) -> N
 
 def test_a_library_that_does_not_say_what_is_allocated() -> None:
     heap = Heap(NANNY, libc := Libc())
-    assert not Reuse(heap, None).look(200 * MB, None, True)
+    assert not Reuse(heap, None).look(200 * MB, None, busy=True, pressed=False)
     assert libc.calls == []
 
 
@@ -147,7 +167,7 @@ def faults():
         np.ones(300_000) + 1
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 stock = faults()
-reuse.look(1, None, True)
+reuse.look(1, None, busy=True, pressed=False)
 faults()
 print(stock, faults(), reuse.on)
 """

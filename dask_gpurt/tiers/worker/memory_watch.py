@@ -216,7 +216,10 @@ class MemoryWatch:
         # The source that distributed itself uses, and that its tests replace.
         size = self._worker.monitor.get_process_memory()
         if self._limits.reuse and reuse.look(
-            size, self._worker.memory_manager.memory_limit, self._worker.state.executing_count > 0
+            size,
+            self._worker.memory_manager.memory_limit,
+            busy=self._worker.state.executing_count > 0,
+            pressed=self._engine.eviction.pressed,
         ):
             self._in_thread(arenas.trim)
         if self._worker.status is Status.paused:  # by a mark of its own, which may lie below ours, or be the only one
