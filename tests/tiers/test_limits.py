@@ -224,7 +224,7 @@ def test_what_tasks_free_is_used_again_as_the_setting_says(
         watch = MemoryWatch(fake, rig.engine, limits_of(fake, tiers, shards_only=False))
         watch.look()
         assert process.reuse.on is wanted
-        watch.stop()
+        await watch.end()
         assert not process.reuse.on
 
     run_rig(main)
