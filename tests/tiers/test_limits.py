@@ -228,3 +228,33 @@ def test_what_tasks_free_is_used_again_as_the_setting_says(
         assert not process.reuse.on
 
     run_rig(main)
+
+
+def test_the_allocator_is_not_asked_while_it_gives_back(run_rig: RunRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds the locks of its arenas for that, and the event loop would wait for them."""
+    process, at_it = Process(), threading.Event()
+    asked: list[int] = []
+    monkeypatch.setattr(process.reuse, "_allocated_bytes", lambda: asked.append(1) or 0)
+    monkeypatch.setattr(memory_watch, "reuse", process.reuse)
+    monkeypatch.setattr(memory_watch, "arenas", SimpleNamespace(trim=lambda: at_it.wait(60)))
+
+    async def main(rig: Rig) -> None:
+        size = [100_000_000]
+        fake = worker(1_000_000_000)
+        fake.monitor = SimpleNamespace(get_process_memory=lambda: size[0])
+        watch = MemoryWatch(fake, rig.engine, limits_of(fake, Settings.load().tiers, shards_only=False))
+        watch.stop()
+        watch.look()
+        watch.look()
+        size[0] = 300_000_000
+        watch.look()  # more than a little is free
+        assert (len(asked), process.reuse.trims) == (2, 1)
+        watch.look()
+        assert len(asked) == 2
+        at_it.set()
+        await async_poll_for(lambda: not watch._is_trimming(), timeout=10)
+        watch.look()
+        assert len(asked) == 3
+        await watch.end()
+
+    run_rig(main)

@@ -196,11 +196,14 @@ class MemoryWatch:
         now = time.monotonic()
         # On a large worker it takes seconds. Begun anew meanwhile, it would take one thread after the other of those
         # in which the loop also looks up the names of hosts.
-        under_way = self._trimming is not None and not self._trimming.done()
-        if now - self._trimmed >= _TRIM_SECONDS and not under_way:
+        if now - self._trimmed >= _TRIM_SECONDS and not self._is_trimming():
             self._trimmed = now
             self.trims += 1
             self._trimming = self._in_thread(_give_back)
+
+    def _is_trimming(self) -> bool:
+        """Whether the allocator is at it. It holds locks then, for which the loop would wait to ask it anything."""
+        return self._trimming is not None and not self._trimming.done()
 
     def _in_thread(self, function: Callable[[], object]) -> asyncio.Future[object] | None:
         try:
@@ -215,13 +218,17 @@ class MemoryWatch:
         self._engine.eviction.relax()
         # The source that distributed itself uses, and that its tests replace.
         size = self._worker.monitor.get_process_memory()
-        if self._limits.reuse and reuse.look(
-            size,
-            self._worker.memory_manager.memory_limit,
-            busy=self._worker.state.executing_count > 0,
-            pressed=self._engine.eviction.pressed,
+        if (
+            self._limits.reuse
+            and not self._is_trimming()
+            and reuse.look(
+                size,
+                self._worker.memory_manager.memory_limit,
+                busy=self._worker.state.executing_count > 0,
+                pressed=self._engine.eviction.pressed,
+            )
         ):
-            self._in_thread(arenas.trim)
+            self._trimming = self._in_thread(arenas.trim)
         if self._worker.status is Status.paused:  # by a mark of its own, which may lie below ours, or be the only one
             self.trim()
         high, low = self._limits.watch_high_bytes, self._limits.watch_low_bytes
