@@ -16,6 +16,10 @@ use to smaller ones only. So a process may grow. How much is free cannot be aske
 too. It is seen by what the process has beside all that is allocated. When that has grown by the bound since free memory
 went back last, it goes back again (`malloc_trim`, in a thread: 0.05 ms per MB, a tenth of what its page faults cost).
 
+To say what is allocated, glibc walks along all free pieces under its locks: 1 us as a rule, 25 ms where a million small
+pieces are free between others. Where it takes longer than `SLOW_SECONDS`, the nanny's thresholds are back for a
+thousand times as long, so that the loop waits for less than 0.1 % of the time.
+
 Rejected: thresholds without a bound (the peak of a process of 240 MB was 390); a bound at the end of each task (the
 watch looks ten times a second already, and a thread touches at most 200 MB between two looks); doing this where the
 nanny's setting is not there, or is not Dask's (then glibc adjusts them already, or a user has chosen).
@@ -47,6 +51,8 @@ SHARE, LEAST_BYTES = 1 / 8, 16 << 20
 PRESSURE, ROOM = 0.65, 0.6
 #: without a task, after which what is free goes
 IDLE_SECONDS = 10.0
+#: that the loop may take to learn what is allocated, and the share of its time
+SLOW_SECONDS, ASKING_SHARE = 0.002, 0.001
 
 
 class _Info(ctypes.Structure):
@@ -86,20 +92,29 @@ class Reuse:
         See `allocated`.
     now
         Seconds of any clock.
+    cpu
+        Seconds that this thread has computed.
     """
 
     def __init__(
-        self, heap: Heap, allocated_bytes: Callable[[], int] | None, now: Callable[[], float] = time.monotonic
+        self,
+        heap: Heap,
+        allocated_bytes: Callable[[], int] | None,
+        now: Callable[[], float] = time.monotonic,
+        cpu: Callable[[], float] = time.thread_time,
     ) -> None:
         self._heap = heap
         self._allocated_bytes = allocated_bytes
         self._now = now
+        self._cpu = cpu
         #: whether tasks may use again what others freed
         self.on = False
         #: the least that the process has had beside what is allocated since free memory went back
         self._beside_bytes = math.inf
         #: when a task was last seen to run; None: what was free has gone since then
         self._busy: float | None = None
+        #: before which what is allocated is not asked for
+        self._not_before = -math.inf
         #: times that it went back
         self.trims = 0
 
@@ -119,8 +134,9 @@ class Reuse:
         """
         if self._allocated_bytes is None:
             return False
+        now = self._now()
         if not self.on:
-            if not pressed and (not limit_bytes or rss_bytes < ROOM * limit_bytes):
+            if now >= self._not_before and not pressed and (not limit_bytes or rss_bytes < ROOM * limit_bytes):
                 self.on = self._heap.rest((TRIM_BYTES, MMAP_BYTES))
             return False
         if pressed or (limit_bytes and rss_bytes > PRESSURE * limit_bytes):
@@ -129,13 +145,18 @@ class Reuse:
         if self._heap.warm:  # a shuffle keeps more, and has bounds of its own
             self._beside_bytes = math.inf
             return False
-        now = self._now()
         if busy:
             self._busy = now
         elif self._busy is not None and now - self._busy > IDLE_SECONDS:
             self._busy = None
             return self._trim()
+        began = self._cpu()  # a clock on the wall would count the turns of other processes
         beside = rss_bytes - self._allocated_bytes()
+        took = self._cpu() - began
+        if took > SLOW_SECONDS:
+            self._not_before = now + took / ASKING_SHARE
+            self.cool()
+            return self._trim()
         if beside > self._beside_bytes + max(LEAST_BYTES, SHARE * rss_bytes):
             return self._trim()
         self._beside_bytes = min(self._beside_bytes, beside)

@@ -12,12 +12,14 @@ import pytest
 from dask_gpurt.memory.malloc import Heap
 from dask_gpurt.memory.pages import Pages
 from dask_gpurt.memory.reuse import (
+    ASKING_SHARE,
     IDLE_SECONDS,
     LEAST_BYTES,
     MMAP_BYTES,
     PRESSURE,
     ROOM,
     SHARE,
+    SLOW_SECONDS,
     TRIM_BYTES,
     Reuse,
     allocated,
@@ -40,7 +42,13 @@ class Process:
         self.heap = Heap(environment, self.libc, pages=Pages(None))
         self.used = 100 * MB
         self.seconds = 0.0
-        self.reuse = Reuse(self.heap, lambda: self.used, lambda: self.seconds)
+        self.asking = 0.0  # seconds that an answer takes
+        self.cpu = 0.0
+        self.reuse = Reuse(self.heap, self.allocated, lambda: self.seconds, lambda: self.cpu)
+
+    def allocated(self) -> int:
+        self.cpu += self.asking
+        return self.used
 
     def look(self, rss_bytes: int, busy: bool = True, limit_bytes: int | None = 2 * GB, pressed: bool = False) -> bool:
         return self.reuse.look(rss_bytes, limit_bytes, busy=busy, pressed=pressed)
@@ -139,6 +147,26 @@ def test_a_shuffle_keeps_what_it_wants() -> None:
     assert not p.look(200 * MB)
     assert p.calls() == []
     p.heap.give_back()
+    assert p.calls() == OURS
+
+
+def test_a_heap_that_takes_long_to_look_through_is_left_as_dask_has_it() -> None:
+    p = Process()
+    p.look(200 * MB)
+    p.asking = SLOW_SECONDS
+    assert not p.look(200 * MB)
+    p.asking = 25e-3
+    p.calls()
+    assert p.look(200 * MB)
+    assert p.calls() == STOCK
+    asked = p.cpu
+    for _ in range(100):
+        p.seconds += p.asking / ASKING_SHARE / 101
+        assert not p.look(200 * MB)
+    assert not p.reuse.on
+    assert p.cpu == asked
+    p.seconds += 1.0
+    p.look(200 * MB)
     assert p.calls() == OURS
 
 
