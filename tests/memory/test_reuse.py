@@ -100,8 +100,19 @@ def test_what_is_free_goes_when_it_is_more_than_a_little() -> None:
     assert not p.look(700 * MB)
     p.used -= MB
     assert p.look(700 * MB)
-    assert not p.look(700 * MB)  # from now on what the process has then counts as its own
+    p.reuse.returned(700 * MB)
+    assert not p.look(700 * MB)  # what would not go counts as the process's own
     assert p.reuse.trims == 1
+
+
+def test_what_tasks_free_right_after_it_went_back_goes_as_well() -> None:
+    """At the next look it is there already. It does not count as the process's own."""
+    p = Process()
+    for rss in (200, 200, 300):
+        trims = p.look(rss * MB)
+    assert trims
+    p.reuse.returned(200 * MB)
+    assert p.look(300 * MB)
 
 
 def test_a_small_process_may_have_the_least() -> None:
@@ -110,17 +121,6 @@ def test_a_small_process_may_have_the_least() -> None:
     p.look(101 * MB)
     assert not p.look(101 * MB + LEAST_BYTES)
     assert p.look(102 * MB + LEAST_BYTES)
-
-
-def test_a_trim_that_takes_longer_than_to_the_next_look() -> None:
-    """What it frees after that look is free memory, too."""
-    p = Process()
-    for rss in (200, 200, 300):
-        trims = p.look(rss * MB)
-    assert trims
-    assert not p.look(300 * MB)
-    assert not p.look(200 * MB)
-    assert p.look(300 * MB)
 
 
 def test_what_is_free_goes_once_when_no_task_runs() -> None:

@@ -205,6 +205,10 @@ class MemoryWatch:
         """Whether the allocator is at it. It holds locks then, for which the loop would wait to ask it anything."""
         return self._trimming is not None and not self._trimming.done()
 
+    def _return_free(self) -> None:
+        arenas.trim()
+        reuse.returned(self._worker.monitor.get_process_memory())
+
     def _in_thread(self, function: Callable[[], object]) -> asyncio.Future[object] | None:
         try:
             return self._engine.io.loop.run_in_executor(None, function)
@@ -228,7 +232,7 @@ class MemoryWatch:
                 pressed=self._engine.eviction.pressed,
             )
         ):
-            self._trimming = self._in_thread(arenas.trim)
+            self._trimming = self._in_thread(self._return_free)
         if self._worker.status is Status.paused:  # by a mark of its own, which may lie below ours, or be the only one
             self.trim()
         high, low = self._limits.watch_high_bytes, self._limits.watch_low_bytes
