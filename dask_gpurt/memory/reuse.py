@@ -15,7 +15,7 @@ glibc has an arena for each thread. What one frees another cannot have, and what
 use to smaller ones only. So a process may grow. How much is free cannot be asked for: what went back counts as free,
 too. It is seen by what the process has beside all that is allocated. When that has grown by the bound since free memory
 went back last, it goes back again (`malloc_trim`, in a thread: 0.05 ms per MB, a tenth of what its page faults cost).
-What the process has beside is taken at the end of that thread. By the next look tasks have freed more, which would stay.
+What the process has beside is taken as that thread ends. By the next look tasks have freed more, which would stay.
 (Seen with Dask's rechunk: 390 MB for good, in a process of 590.)
 
 To say what is allocated, glibc walks along all free pieces under its locks: 1 us as a rule, 25 ms where a million small
