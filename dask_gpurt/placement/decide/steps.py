@@ -237,7 +237,8 @@ def fused(
     left = {top[name] for key in annotated if (name := _name(key)) in top}
     for key, task in graph.items():
         here = top.get(_name(key))
-        if here is not None and (type(task) is not Task or task.block_fusion):
+        # A worker awaits a coroutine function only where it is the function of the task.
+        if here is not None and (type(task) is not Task or task.block_fusion or task.is_coro):
             left.add(here)
         for other in task.dependencies:
             over = top.get(name := _name(other))

@@ -62,6 +62,18 @@ async def test_a_graph_whose_result_is_waited_for_is_fused(c: Client, s: Schedul
     await until(lambda: not s.tasks)
 
 
+async def make_async(part: int) -> pd.DataFrame:
+    return make(part)
+
+
+@gen_cluster(client=True)
+async def test_coroutine_functions_are_awaited(c: Client, s: Scheduler, *workers: Any) -> None:
+    plugin = await install(s)
+    assert await c.gather(asked(c, query(make_async), query())) == [EXPECTED, EXPECTED]
+    assert plugin.fusion is not None
+    assert plugin.fusion.statistics()["graphs"] == 1  # the other query's steps
+
+
 @gen_cluster(client=True)
 async def test_other_graphs_are_left_to_dask(c: Client, s: Scheduler, *workers: Any) -> None:
     plugin = await install(s)
