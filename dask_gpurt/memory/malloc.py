@@ -55,7 +55,7 @@ _TRIM, _MMAP = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
 #: ``MALLOC_TRIM_THRESHOLD_`` as distributed's configuration has it. Another one was chosen by a user
 NANNY_TRIM_BYTES = 65536
 #: glibc's default of the size from which an allocation is a mapping of its own
-_MMAP_BYTES = 128 << 10
+NANNY_MMAP_BYTES = 128 << 10
 #: `mallopt` takes an int; more would be cut off to its last bits
 _MOST_BYTES = (1 << 31) - 1
 #: free bytes at the end of a heap that are kept while a shuffle runs
@@ -130,7 +130,7 @@ class Heap:
         try:
             self._before = (
                 min(_MOST_BYTES, int(environment["MALLOC_TRIM_THRESHOLD_"])),
-                min(_MOST_BYTES, int(environment.get("MALLOC_MMAP_THRESHOLD_", _MMAP_BYTES))),
+                min(_MOST_BYTES, int(environment.get("MALLOC_MMAP_THRESHOLD_", NANNY_MMAP_BYTES))),
             )
             self._active = True
         except (KeyError, ValueError):

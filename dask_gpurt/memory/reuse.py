@@ -1,9 +1,9 @@
 """`Reuse`: what tasks free stays in the process, within bounds, for the tasks that come next.
 
-While a worker has room, `Reuse.look` has the thresholds of the C allocator at what glibc chooses by itself. It says
-when what is free in there is to go back to the system: it is more than `SHARE` of the process, or no task has run for
-`IDLE_SECONDS`. While values may have to leave memory, or above `PRESSURE` of the worker's memory limit, the nanny's
-thresholds are back, until it is below `ROOM`.
+While a worker has room, `Reuse.look` has the thresholds of the C allocator at what glibc chooses by itself, or lower
+where many threads share a small limit. It says when what is free in there is to go back to the system: it is more than
+`SHARE` of the process, or no task has run for `IDLE_SECONDS`. While values may have to leave memory, or above
+`PRESSURE` of the worker's memory limit, the nanny's thresholds are back, until it is below `ROOM`.
 
 Theory of operation. distributed's nanny starts workers with ``MALLOC_TRIM_THRESHOLD_``, so that freed memory goes back.
 With glibc that also ends its own adjustment: each allocation of 128 KiB or more is then a mapping of its own, and goes
@@ -22,6 +22,9 @@ To say what is allocated, glibc walks along all free pieces under its locks: 1 u
 pieces are free between others. Where it takes longer than `SLOW_SECONDS`, the nanny's thresholds are back for a
 thousand times as long, so that the loop waits for less than 0.1 % of the time.
 
+Once the thresholds were high, there are free pieces in the arenas, and allocations that would be mappings are put into
+them for good. So what is free goes back from then on, when it is more than `LEAST_BYTES`, also under Dask's thresholds.
+
 Rejected: thresholds without a bound (the peak of a process of 240 MB was 390); a bound at the end of each task (the
 watch looks ten times a second already, and a thread touches at most 200 MB between two looks); doing this where the
 nanny's setting is not there, or is not Dask's (then glibc adjusts them already, or a user has chosen).
@@ -36,7 +39,7 @@ import time
 from typing import TYPE_CHECKING
 
 from dask_gpurt.memory import reclaim
-from dask_gpurt.memory.malloc import heap
+from dask_gpurt.memory.malloc import NANNY_MMAP_BYTES, NANNY_TRIM_BYTES, heap
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,6 +50,8 @@ if TYPE_CHECKING:
 MMAP_BYTES = 32 << 20
 #: free bytes that stay at the end of an arena
 TRIM_BYTES = 8 << 20
+#: share of the memory limit that the largest pieces of all threads may take, and of a piece, what may stay at an end
+PIECES, END = 1 / 16, 1 / 4
 #: share of the process that may be free, and what may be in any case
 SHARE, LEAST_BYTES = 1 / 8, 16 << 20
 #: shares of the memory limit above which nothing is kept, and below which it is again (values leave at 0.7)
@@ -83,6 +88,14 @@ def allocated() -> Callable[[], int] | None:
     return nbytes
 
 
+def thresholds(limit_bytes: int | None, threads: int) -> tuple[int, int]:
+    """Free bytes at the end of an arena that stay, and the size from which an allocation is a mapping of its own."""
+    if not limit_bytes:
+        return TRIM_BYTES, MMAP_BYTES
+    piece = max(NANNY_MMAP_BYTES, min(MMAP_BYTES, int(PIECES * limit_bytes) // threads))
+    return max(NANNY_TRIM_BYTES, min(TRIM_BYTES, int(END * piece))), piece
+
+
 class Reuse:
     """One per process (`reuse`). Event loop only, but for `cool` and `returned`.
 
@@ -111,6 +124,8 @@ class Reuse:
         self._cpu = cpu
         #: whether tasks may use again what others freed
         self.on = False
+        #: whether they ever might, so that there may be free pieces
+        self._was_on = False
         #: the least that the process has had beside what is allocated since free memory went back
         self._beside_bytes = math.inf
         #: when a task was last seen to run; None: what was free has gone since then
@@ -120,7 +135,7 @@ class Reuse:
         #: times that it went back
         self.trims = 0
 
-    def look(self, rss_bytes: int, limit_bytes: int | None, *, busy: bool, pressed: bool) -> bool:
+    def look(self, rss_bytes: int, limit_bytes: int | None, *, threads: int, busy: bool, pressed: bool) -> bool:
         """Whether what is free is to go back now. Called several times a second, but not while it goes.
 
         Parameters
@@ -129,6 +144,8 @@ class Reuse:
             Of the process.
         limit_bytes
             Of the worker; None or 0: it has none.
+        threads
+            That run tasks.
         busy
             Whether a task runs.
         pressed
@@ -137,20 +154,26 @@ class Reuse:
         if self._allocated_bytes is None:
             return False
         now = self._now()
-        if not self.on:
-            if now >= self._not_before and not pressed and (not limit_bytes or rss_bytes < ROOM * limit_bytes):
-                self.on = self._heap.rest((TRIM_BYTES, MMAP_BYTES))
+        if self.on:
+            if pressed or (limit_bytes and rss_bytes > PRESSURE * limit_bytes):
+                self.cool()
+                return self._trim()
+        elif now >= self._not_before and not pressed and (not limit_bytes or rss_bytes < ROOM * limit_bytes):
+            self.on = self._heap.rest(thresholds(limit_bytes, threads))
+            self._was_on |= self.on
             return False
-        if pressed or (limit_bytes and rss_bytes > PRESSURE * limit_bytes):
-            self.cool()
-            return self._trim()
-        if self._heap.warm:  # a shuffle keeps more, and has bounds of its own
+        if not self._was_on or self._heap.warm:  # a shuffle keeps more, and has bounds of its own
             return False
         if busy:
             self._busy = now
         elif self._busy is not None and now - self._busy > IDLE_SECONDS:
             self._busy = None
             return self._trim()
+        return now >= self._not_before and self._is_much(rss_bytes, now)
+
+    def _is_much(self, rss_bytes: int, now: float) -> bool:
+        """Whether more is free than may be."""
+        assert self._allocated_bytes is not None
         began = self._cpu()  # a clock on the wall would count the turns of other processes
         beside = rss_bytes - self._allocated_bytes()
         took = self._cpu() - began
@@ -158,7 +181,7 @@ class Reuse:
             self._not_before = now + took / ASKING_SHARE
             self.cool()
             return self._trim()
-        if beside > self._beside_bytes + max(LEAST_BYTES, SHARE * rss_bytes):
+        if beside > self._beside_bytes + max(LEAST_BYTES, SHARE * rss_bytes if self.on else 0):
             return self._trim()
         self._beside_bytes = min(self._beside_bytes, beside)
         return False

@@ -5,7 +5,7 @@ Unlike a detach it works while shuffles run, and takes effect with the next deci
 placement
     Dask decides where tasks run and which are stolen. No second copies of stragglers, no fused steps in new graphs.
 tiers
-    Nothing is read ahead of its use.
+    Nothing is read ahead of its use. What tasks free goes back to the system.
 shuffle
     New shuffles are Dask's. Those that run send their next messages over Dask's comms, uncompressed, and leave outputs
     on the workers they were planned for.

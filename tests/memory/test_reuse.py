@@ -23,6 +23,7 @@ from dask_gpurt.memory.reuse import (
     TRIM_BYTES,
     Reuse,
     allocated,
+    thresholds,
 )
 from tests.memory.test_malloc import NANNY, Libc
 
@@ -51,7 +52,7 @@ class Process:
         return self.used
 
     def look(self, rss_bytes: int, busy: bool = True, limit_bytes: int | None = 2 * GB, pressed: bool = False) -> bool:
-        return self.reuse.look(rss_bytes, limit_bytes, busy=busy, pressed=pressed)
+        return self.reuse.look(rss_bytes, limit_bytes, threads=1, busy=busy, pressed=pressed)
 
     def calls(self) -> list[tuple[int, int] | str]:
         made, self.libc.calls = self.libc.calls, []
@@ -64,6 +65,32 @@ def test_on_while_there_is_room(limit: int | None) -> None:
     assert not p.look(200 * MB, limit_bytes=limit)
     assert p.reuse.on
     assert p.calls() == OURS
+
+
+@pytest.mark.parametrize("limit", [128 * MB, 300 * MB, GB, 4 * GB, 64 * GB])
+@pytest.mark.parametrize("threads", [1, 2, 4, 16, 64])
+def test_the_threads_of_a_small_worker_keep_little(limit: int, threads: int) -> None:
+    end, piece = thresholds(limit, threads)
+    assert 64 << 10 <= end <= TRIM_BYTES
+    assert 128 << 10 <= piece <= MMAP_BYTES
+    assert piece == 128 << 10 or threads * piece <= limit / 16
+    assert end == 64 << 10 or threads * end <= limit / 64
+    if limit >= 512 * MB * threads:
+        assert (end, piece) == (TRIM_BYTES, MMAP_BYTES)
+
+
+def test_free_pieces_still_go_back_once_the_thresholds_are_dasks_again() -> None:
+    """Allocations that would be mappings are put into them, and stay in the process when they are freed."""
+    p = Process()
+    assert not p.look(200 * MB, pressed=True)
+    p.used = 50 * MB
+    assert not p.look(200 * MB, pressed=True)  # the thresholds never were high
+    p.used = 100 * MB
+    p.look(1000 * MB)
+    assert p.look(1000 * MB, pressed=True)
+    p.reuse.returned(200 * MB)
+    assert not p.look(200 * MB + LEAST_BYTES, pressed=True)
+    assert p.look(201 * MB + LEAST_BYTES, pressed=True)
 
 
 def test_off_near_the_limit_until_there_is_room_again() -> None:
@@ -181,7 +208,7 @@ def test_what_glibc_or_a_user_has_chosen_stays(environment: dict[str, str]) -> N
 
 def test_a_library_that_does_not_say_what_is_allocated() -> None:
     heap = Heap(NANNY, libc := Libc())
-    assert not Reuse(heap, None).look(200 * MB, None, busy=True, pressed=False)
+    assert not Reuse(heap, None).look(200 * MB, None, threads=1, busy=True, pressed=False)
     assert libc.calls == []
 
 
@@ -195,7 +222,7 @@ def faults():
         np.ones(300_000) + 1
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 stock = faults()
-reuse.look(1, None, busy=True, pressed=False)
+reuse.look(1, None, threads=1, busy=True, pressed=False)
 faults()
 print(stock, faults(), reuse.on)
 """

@@ -224,6 +224,12 @@ def test_what_tasks_free_is_used_again_as_the_setting_says(
         watch = MemoryWatch(fake, rig.engine, limits_of(fake, tiers, shards_only=False))
         watch.look()
         assert process.reuse.on is wanted
+        safe_mode.keep(fake, {"tiers"})
+        watch.look()
+        assert not process.reuse.on
+        safe_mode.keep(fake, ())
+        watch.look()
+        assert process.reuse.on is wanted
         await watch.end()
         assert not process.reuse.on
 

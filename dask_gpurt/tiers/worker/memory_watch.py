@@ -34,6 +34,7 @@ from dask_gpurt.memory import reclaim
 from dask_gpurt.memory.arenas import arenas
 from dask_gpurt.memory.pages import pages
 from dask_gpurt.memory.reuse import reuse
+from dask_gpurt.model import safe_mode
 from dask_gpurt.tiers.read_cache import seam as reads
 from dask_gpurt.tiers.threads import run_apart
 
@@ -228,8 +229,9 @@ class MemoryWatch:
             and reuse.look(
                 size,
                 self._worker.memory_manager.memory_limit,
+                threads=self._worker.state.nthreads,
                 busy=self._worker.state.executing_count > 0,
-                pressed=self._engine.eviction.pressed,
+                pressed=self._engine.eviction.pressed or "tiers" in safe_mode.parts_of(self._worker),
             )
         ):
             self._trimming = self._in_thread(self._return_free)
