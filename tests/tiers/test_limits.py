@@ -16,6 +16,7 @@ from dask_gpurt.config import Settings
 from dask_gpurt.memory import reclaim
 from dask_gpurt.memory.arenas import Arenas
 from dask_gpurt.memory.pages import SMALLEST, pages
+from dask_gpurt.model import safe_mode
 from dask_gpurt.tiers.engine.entry import State
 from dask_gpurt.tiers.limits import limits_of
 from dask_gpurt.tiers.worker import memory_watch
