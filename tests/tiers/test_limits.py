@@ -229,6 +229,7 @@ def test_what_tasks_free_is_used_again_as_the_setting_says(
         watch.look()
         assert not process.reuse.on
         safe_mode.keep(fake, ())
+        await async_poll_for(lambda: not watch._is_trimming(), timeout=10)
         watch.look()
         assert process.reuse.on is wanted
         await watch.end()
