@@ -268,3 +268,36 @@ def test_the_allocator_is_not_asked_while_it_gives_back(run_rig: RunRig, monkeyp
         await watch.end()
 
     run_rig(main)
+
+
+def test_what_is_promised_and_partly_there_counts_once(run_rig: RunRig) -> None:
+    """The result of a task that runs: its bytes are in the process, and it is promised room for them."""
+
+    async def main(rig: Rig) -> None:
+        size = [100_000_000]
+        fake = worker(1_000_000_000)
+        fake.monitor = SimpleNamespace(get_process_memory=lambda: size[0])
+        limits = limits_of(fake, Settings.load().tiers, shards_only=False)
+        assert limits.ceiling_bytes is not None
+        watch = MemoryWatch(fake, rig.engine, limits)
+        watch.stop()
+        rig.engine.budget_bytes = limits.budget_bytes
+
+        def own_bytes() -> float:
+            watch.look()
+            room = rig.engine.eviction._room_bytes
+            assert room is not None
+            return limits.ceiling_bytes - room
+
+        assert own_bytes() == 100_000_000
+        promise = await rig.engine.admit(60_000_000)
+        assert own_bytes() == 100_000_000  # it has none of it yet
+        size[0] = 160_000_000
+        assert own_bytes() == 100_000_000
+        size[0] = 190_000_000
+        assert own_bytes() == 130_000_000  # the task has more in hand
+        promise.release()
+        assert own_bytes() == 190_000_000
+        await watch.end()
+
+    run_rig(main)

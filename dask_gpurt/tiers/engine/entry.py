@@ -240,6 +240,11 @@ class Entry:
         """In memory, with a copy below that is certainly the same: dropping it costs nothing."""
         return self.state is State.RESIDENT and self.handle is not None and not self.lent
 
+    @property
+    def is_wanted(self) -> bool:
+        """The scheduler has said that a task will read it, or one that is here will."""
+        return self.due is not None or not (self.guessed or self.next_use is None or self.next_use == NEVER)
+
 
 class EventLog:
     """The last moves of all entries, for `story`."""

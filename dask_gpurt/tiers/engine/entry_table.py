@@ -54,6 +54,8 @@ class Books:
         self.ordered = False
         #: of what was here when that began, what is still to come into it, the longest unused first
         self.unordered: deque[Entry] = deque()
+        #: (when, value) that a task, or a peer, has read and that no task here waits for, the last ones
+        self.read: deque[tuple[float, Entry]] = deque(maxlen=256)
         #: the memory of what is in memory
         self.blocks = Blocks()
         #: entries that are not in memory
@@ -272,6 +274,7 @@ class Books:
 
     def end_order(self) -> None:
         """Nothing leaves memory for now."""
+        self.read.clear()
         self.ordered = False
         self.unordered.clear()
         self.victims.clear()
@@ -309,9 +312,22 @@ class Books:
             return False
         entry.last_use = self.clock()
         if self.ordered:
+            if entry.due is None:
+                self.read.append((entry.last_use, entry))
             self.offer(entry)
             self.on_change()
         return True
+
+    def leaving_bytes(self, seconds: float) -> int:
+        """Bytes of values that were read in the last `seconds`, and that no task which is here will read."""
+        since = self.clock() - seconds
+        while self.read and self.read[0][0] < since:
+            self.read.popleft()
+        return sum(
+            e.nbytes
+            for at, e in self.read
+            if e.last_use == at and e.state is State.RESIDENT and not (e.gone or e.pins or e.is_wanted)
+        )
 
     def hint(self, entry: Entry, next_use: tuple[float, ...] | None) -> None:
         """Set when it is used next (see `Entry.next_use`)."""

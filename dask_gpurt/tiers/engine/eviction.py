@@ -12,6 +12,10 @@ While memory is *relaxed*, nothing prepares for a choice: no order of victims, n
 as much (`relax`). Before the first value has to leave, as many bytes must come as are here already; meanwhile the
 scheduler is asked for the next uses.
 
+A task that needs room asks as another ends, and what that one read is freed when the scheduler has heard of its end, in
+some milliseconds. Where that is enough nothing is written for the new task meanwhile. (Futures of 30 MB, doubled and
+summed by workers of 350 MiB: 3.1 times stock's time; 1.3 with this, and with what is promised counted once.)
+
 The gate (`memory_gate`) is here because both of its questions are about evictions.
 """
 
@@ -52,6 +56,9 @@ NEAR = 0.5
 LEAST = 0.125
 #: values that leave without a write in one turn of the loop, 25 us each
 DROPS = 1000
+#: for which a value that a task has read is expected to be freed, if no other task here waits for it: the scheduler has
+#: to hear of the task, and to answer
+LEAVING_SECONDS = 0.01
 #: failed writes in a row, of any keys, before the tier as a whole rests
 TIER_FAILURES = 3
 
@@ -86,6 +93,8 @@ class Eviction:
         #: bytes of values above which nothing more is let in, as the process needs the rest for itself; None: unknown
         self._room_bytes: float | None = None
         self._writes = 0
+        #: what asks waits for values that are about to be freed
+        self._leaving = False
         #: more values are to be dropped, or ordered, in the next turn of the loop
         self._more: asyncio.Handle | None = None
         #: called with each copy that was written, after the books; must not raise
@@ -203,6 +212,8 @@ class Eviction:
                 continue
             if self._writes >= self._io.threads:
                 return
+            if asked_bytes and not self._writes and victims.first() is not None and self._will_leave(asked_bytes):
+                return
             if self._compare_next():
                 continue
             if self._tier_rest.until > now:
@@ -218,6 +229,13 @@ class Eviction:
         if not self._writes:
             # While nothing waits for it: it then leaves at once, as a clean one.
             self._compare_next(ahead=True)
+
+    def _will_leave(self, asked_bytes: int) -> bool:
+        """Whether so much is about to be freed. Soon after that it is not expected any more."""
+        self._leaving = self._excess(0, asked_bytes) <= self._books.leaving_bytes(LEAVING_SECONDS)
+        if self._leaving:
+            self._set_timer(LEAVING_SECONDS)
+        return self._leaving
 
     def _compare_next(self, *, ahead: bool = False) -> bool:
         """Begin to compare the next victim with its copy, if it was lent; `ahead`: if one more value drives it out."""
@@ -314,8 +332,9 @@ class Eviction:
         return used + nbytes > min(self.budget_bytes * (1 + SLACK), self._fits())
 
     def _can_progress(self, nbytes: int) -> bool:
+        self._leaving = False
         self.balance(nbytes)
-        return self._writes > 0 or self._more is not None
+        return self._writes > 0 or self._more is not None or self._leaving
 
     # ------------------------------------------------------------------ leaving
 
@@ -400,6 +419,7 @@ class Eviction:
     def on_timer(self) -> None:
         """Something has rested long enough."""
         self.timer = None
+        self._books.read.clear()  # what was to be freed is not
         self.balance()
         self.gate.wake()
 

@@ -64,6 +64,8 @@ _READS_BELOW = 0.7
 #: and no more than was free all through so many seconds, at most twice that. What is dropped in turns with what is kept
 #: costs, and gains nothing (1.06 of the time, where each round of tasks fills the worker)
 _READS_SECONDS = 10.0
+#: the process itself has no less than the least that it had beside its values in so many seconds, at most twice that
+_BESIDE_SECONDS = 10.0
 #: for the allocator to give back memory, 0.05 ms per MB
 _END_SECONDS = 5.0
 
@@ -107,6 +109,23 @@ def _allow_reads(watch: MemoryWatch, nbytes: int | None) -> int:
     return reads.CACHE.allow(min(_shares.values(), default=0))
 
 
+class _Least:
+    """The least of a figure in the last `seconds` at least, and twice as many at most."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._since = -math.inf
+        self._before = self._least = math.inf
+
+    def of(self, figure: float) -> float:
+        """That least, with the figure of now."""
+        self._least = min(self._least, figure)
+        now = time.monotonic()
+        if now - self._since >= self._seconds:
+            self._before, self._since, self._least = self._least, now, figure
+        return min(self._before, self._least)
+
+
 class MemoryWatch:
     """Asks the engine to shrink while the process is too large."""
 
@@ -124,8 +143,10 @@ class MemoryWatch:
         self._kept_bytes = 0
         #: it has asked for a share of the read cache
         self._reads = False
-        #: the least that was free for it in the `_READS_SECONDS` before a time, that time, and the least since then
-        self._reads_before, self._reads_since, self._reads_least = math.inf, -math.inf, math.inf
+        #: what was free for it
+        self._reads_free = _Least(_READS_SECONDS)
+        #: what the process has beside values and what is kept
+        self._beside = _Least(_BESIDE_SECONDS)
         #: bytes of columns that were dropped, and that Arrow's allocator may still have
         self._dropped_bytes = 0
         engine.eviction.on_pressed.append(self._pressed)
@@ -148,7 +169,7 @@ class MemoryWatch:
         pages.trim()
         reuse.cool()
         self._allow_reads(0)  # the memory is not watched
-        self._reads_before, self._reads_since, self._reads_least = math.inf, -math.inf, math.inf
+        self._reads_free = _Least(_READS_SECONDS)
         if self._callback is not None:
             self._callback.stop()
             self._callback = None
@@ -165,11 +186,7 @@ class MemoryWatch:
     def _allow_reads(self, nbytes: int) -> None:
         # What is written to disk while columns of it are kept frees nothing, so nothing is kept where values may leave.
         free = 0 if self._engine.eviction.pressed else max(0, min(self._limits.reads_bytes, nbytes))
-        now = time.monotonic()
-        self._reads_least = min(self._reads_least, free)
-        if now - self._reads_since >= _READS_SECONDS:
-            self._reads_before, self._reads_since, self._reads_least = self._reads_least, now, free
-        allowed = int(min(self._reads_before, self._reads_least))
+        allowed = int(self._reads_free.of(free))
         if allowed and not self._reads:
             self._reads = True
             reads.install(self)
@@ -245,7 +262,11 @@ class MemoryWatch:
         if self._limits.ceiling_bytes is not None and not self._limits.shards_only:
             managed = self._engine.resident_bytes
             kept += self._dropped_bytes
-            room = self._limits.ceiling_bytes - max(0, size - idle - kept - managed)
+            beside = max(0, size - idle - kept - managed)
+            # Results of tasks that run, and values that are being read, are promised room, and some of their bytes are
+            # in the process. Counted twice, one result of a fifth of the limit would leave room for nothing else.
+            coming = self._engine.eviction.used_bytes - managed
+            room = self._limits.ceiling_bytes - max(self._beside.of(beside), beside - coming)
             self._engine.set_room(room)
             _allow(self, max(0, min(self._kept_bytes, int(_KEPT_OF_ROOM * room))))
             # Values may be made of what is kept, so it does not count beside them.
