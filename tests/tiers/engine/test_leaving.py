@@ -64,15 +64,15 @@ def test_not_freed(run_rig: RunRig) -> None:
     run_rig(test, budget=BUDGET)
 
 
-@pytest.mark.parametrize("told", [NEVER, None, (5.0,)])
-def test_what_is_read_again_is_not_waited_for(told: tuple[float, ...] | None, run_rig: RunRig) -> None:
+@pytest.mark.parametrize("hint", [NEVER, None, (5.0,)])
+def test_what_is_read_again_is_not_waited_for(hint: tuple[float, ...] | None, run_rig: RunRig) -> None:
     async def test(rig: Rig) -> None:
         await read_one_of_three(rig)
         value = rig.store.entry("b")
         assert value is not None
-        rig.engine.books.hint(value, told)
+        rig.engine.books.hint(value, hint)
         request = await asks(rig)
-        if told == (5.0,):
+        if hint == (5.0,):
             (await asyncio.wait_for(request, 30)).release()
             assert written(rig) == 1
         else:
