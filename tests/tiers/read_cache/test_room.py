@@ -56,7 +56,7 @@ def watching(rig: Rig, size: list[int], **settings: Any) -> Iterator[MemoryWatch
 
 def pass_seconds(watch: MemoryWatch) -> None:
     """Have `_READS_SECONDS` pass, and look."""
-    watch._reads_since -= 60
+    watch._reads_free._since -= 60
     watch.look()
 
 
