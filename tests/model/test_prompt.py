@@ -81,9 +81,11 @@ async def test_what_fills_the_last_thread_is_sent_and_more_is_not(c: Client, s: 
         go = Event("go", client=c)
         held = [c.submit(lambda: Event("go").wait(30), key=f"held-{i}") for i in range(2)]
         await async_poll_for(lambda: len(a.state.executing) == 2, timeout=10)
+        stream = s.stream_comms[a.address]
+        # One that was woken with nothing to send has no deadline, and sends the next message at once.
+        stream.next_deadline = stream.loop.time() + LONG
         more = c.submit(inc, 1, key="more")
         await async_poll_for(lambda: "more" in s.tasks and s.tasks["more"].state == "processing", timeout=10)
-        stream = s.stream_comms[a.address]
         assert [m["key"] for m in stream.buffer if m["op"] == "compute-task"] == ["more"]
         await go.set()
         # A thread becomes free: what the worker has done is reported at once, and what waits for that thread is sent.
