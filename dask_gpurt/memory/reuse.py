@@ -172,7 +172,7 @@ class Reuse:
         return now >= self._not_before and self._is_much(rss_bytes, now)
 
     def _is_much(self, rss_bytes: int, now: float) -> bool:
-        """Whether more is free than may be."""
+        """Whether more is free than may be. Where that takes long to say, Dask's thresholds are back for a while."""
         assert self._allocated_bytes is not None
         began = self._cpu()  # a clock on the wall would count the turns of other processes
         beside = rss_bytes - self._allocated_bytes()

@@ -45,6 +45,15 @@ def worker(limit: int | None, target: Any = 0.6, spill: Any = 0.7, pause: Any = 
     )
 
 
+def watching(rig: Rig, size: list[int], limit_bytes: int) -> MemoryWatch:
+    """The watch of a worker whose process has `size[0]` bytes; it looks when it is asked to."""
+    fake = worker(limit_bytes)
+    fake.monitor = SimpleNamespace(get_process_memory=lambda: size[0])
+    watch = MemoryWatch(fake, rig.engine, limits_of(fake, Settings.load().tiers, shards_only=False))
+    watch.stop()
+    return watch
+
+
 @pytest.mark.parametrize(
     ("spill", "pause", "ceiling"),
     [
@@ -88,10 +97,7 @@ def test_an_alarm_gives_back_what_is_free_and_moves_values(run_rig: RunRig, monk
 
     async def main(rig: Rig) -> None:
         size = [50_000_000]
-        fake = worker(100_000_000)
-        fake.monitor = SimpleNamespace(get_process_memory=lambda: size[0])
-        watch = MemoryWatch(fake, rig.engine, limits_of(fake, Settings.load().tiers, shards_only=False))
-        watch.stop()
+        watch = watching(rig, size, 100_000_000)
         rig.store["x"] = bytes(5_000_000)
         pages.take(SMALLEST)
         assert pages.idle_bytes > 0
@@ -248,10 +254,7 @@ def test_the_allocator_is_not_asked_while_it_gives_back(run_rig: RunRig, monkeyp
 
     async def main(rig: Rig) -> None:
         size = [100_000_000]
-        fake = worker(1_000_000_000)
-        fake.monitor = SimpleNamespace(get_process_memory=lambda: size[0])
-        watch = MemoryWatch(fake, rig.engine, limits_of(fake, Settings.load().tiers, shards_only=False))
-        watch.stop()
+        watch = watching(rig, size, 1_000_000_000)
         watch.look()
         watch.look()
         size[0] = 300_000_000

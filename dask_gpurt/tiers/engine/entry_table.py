@@ -54,7 +54,7 @@ class Books:
         self.ordered = False
         #: of what was here when that began, what is still to come into it, the longest unused first
         self.unordered: deque[Entry] = deque()
-        #: (when, value) that a task, or a peer, has read and that no task here waits for, the last ones
+        #: (when, value) that a task, or a peer, has read, the last ones
         self.read: deque[tuple[float, Entry]] = deque(maxlen=256)
         #: the memory of what is in memory
         self.blocks = Blocks()
@@ -312,14 +312,13 @@ class Books:
             return False
         entry.last_use = self.clock()
         if self.ordered:
-            if entry.due is None:
-                self.read.append((entry.last_use, entry))
+            self.read.append((entry.last_use, entry))
             self.offer(entry)
             self.on_change()
         return True
 
     def leaving_bytes(self, seconds: float) -> int:
-        """Bytes of values that were read in the last `seconds`, and that no task which is here will read."""
+        """Bytes of values that were read in the last `seconds`, and that no task is known to read again."""
         since = self.clock() - seconds
         while self.read and self.read[0][0] < since:
             self.read.popleft()

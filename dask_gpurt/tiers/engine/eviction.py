@@ -14,7 +14,7 @@ scheduler is asked for the next uses.
 
 A task that needs room asks as another ends, and what that one read is freed when the scheduler has heard of its end, in
 some milliseconds. Where that is enough nothing is written for the new task meanwhile. (Futures of 30 MB, doubled and
-summed by workers of 350 MiB: 3.1 times stock's time; 1.3 with this, and with what is promised counted once.)
+summed by workers of 350 MiB: 3.1 times stock's time; 1.2 with this, and with what is promised counted once.)
 
 The gate (`memory_gate`) is here because both of its questions are about evictions.
 """

@@ -7,9 +7,9 @@ Rules:
 
 1. First come, first served: small requests cannot starve a large one.
 2. The head of the queue waits while memory is above the mark (the budget and `SLACK`, less where the process has no
-   room for that) *and* writes are under way or can be started. So it waits
-   for our own I/O only, which always ends. It never waits for other tasks: a running task may itself wait for the one
-   in the queue (``worker_client``, ``secede``), which would be a deadlock.
+   room for that) *and* writes are under way or can be started. So it waits for our own I/O only, which always ends, and
+   before that, for 10 ms, for values that are about to be freed (`eviction`). It never waits for other tasks: a running
+   task may itself wait for the one in the queue (``worker_client``, ``secede``), which would be a deadlock.
 3. Otherwise it is let in, whatever memory looks like: a value larger than the budget must be computable, as in stock
    Dask.
 
