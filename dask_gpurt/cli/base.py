@@ -64,7 +64,15 @@ class Number(click.FloatRange):
         return number
 
 
-def asks(command: Callable[..., None]) -> Callable[..., None]:
+class Unknown(click.ClickException):
+    """No answer, of a command whose exit code 1 is an answer: a warning."""
+
+    exit_code = 2
+
+
+def asks(
+    command: Callable[..., None], refusal: type[click.ClickException] = click.ClickException
+) -> Callable[..., None]:
     """A command that asks a cluster: its options, and one line for whatever keeps it from an answer."""
 
     @functools.wraps(command)
@@ -76,7 +84,7 @@ def asks(command: Callable[..., None]) -> Callable[..., None]:
             except BrokenPipeError:  # such as that of `| head`, which click ends quietly
                 raise
             except (GpurtError, OSError, ValueError) as e:  # ValueError: a worker or a path that is none
-                raise click.ClickException(" ".join(str(e).split())) from e
+                raise refusal(" ".join(str(e).split())) from e
 
     file = click.Path(exists=True, dir_okay=False, resolve_path=True)
     for option in (

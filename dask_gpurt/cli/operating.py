@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import click
 
-from dask_gpurt.cli.base import asks, gpurt, show
+from dask_gpurt.cli.base import Unknown, asks, gpurt, show
 from dask_gpurt.errors import GpurtError
 from dask_gpurt.model.safe_mode import PARTS
 
@@ -76,12 +77,12 @@ def release(address: str, workers: tuple[str, ...], as_json: bool, timeout: floa
 @click.option(
     "--recorded", type=click.Path(exists=True, dir_okay=False), help="Look at a recording instead of the GPU driver."
 )
-@asks
+@functools.partial(asks, refusal=Unknown)
 def doctor(address: str | None, as_json: bool, record: str | None, recorded: str | None, timeout: float) -> None:
     """Check this machine, or each node of a cluster: what was found, what was expected, the remedy.
 
     ADDRESS is that of the scheduler (tcp://host:port); without it this machine is looked at. Exit code 0: nothing to
-    do, 1: a warning, 2: a failure.
+    do, 1: a warning, 2: a failure, or a cluster that cannot be reached.
     """
     from dask_gpurt.doctor import finding
 

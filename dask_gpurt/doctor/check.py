@@ -12,6 +12,8 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+import psutil
+
 from dask_gpurt.doctor.finding import Finding, State, Verdict, findings_of
 
 if TYPE_CHECKING:
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 #: seconds for all checks together
 TOTAL_SECONDS = 9.0
+#: of its time that a check computes at least, if it does not hang: one that waits for a dead mount takes no processor
+_COMPUTES = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,15 +103,22 @@ class _Running:
             self._error = e
         self._seconds = time.monotonic() - self.started
 
+    def _computed(self) -> float:
+        """Processor seconds of its thread. By the kernel's table, as its clock must not be read once it has ended."""
+        mine = (t for t in psutil.Process().threads() if t.id == self.thread.native_id)
+        return sum(t.user_time + t.system_time for t in mine)
+
     def findings(self) -> list[Finding]:
         """What it says now, ended or not."""
         if self.thread.is_alive():
             seconds = time.monotonic() - self.started
-            # With its own limit not reached, the time for all checks was over: a busy machine is no fault of a part.
-            hangs = seconds >= self.check.limit_seconds
+            # With its own limit not reached, the time for all checks was over; one that computes is not stuck. A busy
+            # machine is no fault of a part.
+            hangs = seconds >= self.check.limit_seconds and self._computed() < _COMPUTES * seconds
             verdict = Verdict(
                 State.FAIL if hangs else State.WARN,
-                f"no answer after {seconds:.1f} s" + ("" if hangs else ", when the time for all checks was over"),
+                f"no answer after {seconds:.1f} s"
+                + ("" if hangs else ", when its time, or that for all checks, was over"),
                 f"an answer within {self.check.limit_seconds:g} s" if hangs else "an answer",
                 "What this check looks at hangs, and work that needs it will"
                 if hangs

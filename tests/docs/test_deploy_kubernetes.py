@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -33,7 +34,7 @@ def _documents(name: str) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all(text(name)))
 
 
-@pytest.mark.parametrize("name", ["manifests", "networkpolicy"])
+@pytest.mark.parametrize("name", ["manifests", "job", "networkpolicy"])
 def test_manifests_fit_the_schemas(name: str) -> None:
     validate = pytest.importorskip("kubernetes_validate")
     for document in _documents(name):
@@ -51,6 +52,9 @@ def test_manifests_fit_each_other() -> None:
     assert service["spec"]["selector"] == labels[0]
     (worker,) = deployments[1]["spec"]["template"]["spec"]["containers"]
     assert f"tcp://{service['metadata']['name']}:8786" in worker["args"]
+    (job,) = _documents("job")
+    assert f"tcp://{service['metadata']['name']}:8786" in _container(job)["args"][-1]
+    labels.append(job["spec"]["template"]["metadata"]["labels"])
     (policy,) = _documents("networkpolicy")
     chosen = policy["spec"]["podSelector"]["matchLabels"]
     assert all(chosen.items() <= own.items() for own in labels)
@@ -91,6 +95,31 @@ def test_the_containers_commands_run_and_their_probes_answer(tmp_path: Path) -> 
             dashboard = client.scheduler_info()["services"]["dashboard"]
         for at, container in ((dashboard, scheduler), (port, worker)):
             assert _answer(f"http://127.0.0.1:{at}{_probed(container)}") == "ok"
+
+
+@pytest.mark.cluster
+def test_the_job_passes_unless_the_doctor_finds_a_failure(tmp_path: Path) -> None:
+    (job,) = _documents("job")
+    args = _container(job)["args"]
+    with processes(tmp_path) as p:
+        address = p.scheduler("--preload", "dask_gpurt.preload")
+        p.worker(address)
+        with Client(address) as client:
+            client.wait_for_workers(1, timeout=60)
+        ran = _run([a.replace("tcp://gpurt-scheduler:8786", address) for a in args], tmp_path)
+    failed = any(line.startswith("fail ") for line in ran.stdout.splitlines())
+    assert "Disk" in ran.stdout
+    assert ran.returncode == int(failed), ran.stdout + ran.stderr
+    gone = _run([a.replace("tcp://gpurt-scheduler:8786", "tcp://127.0.0.1:1") for a in args], tmp_path)
+    assert gone.returncode == 1
+
+
+def _run(command: list[str], directory: Path) -> subprocess.CompletedProcess[str]:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path}
+    return subprocess.run(
+        command, env=environment, cwd=directory, timeout=120, capture_output=True, text=True, check=False
+    )
 
 
 def _free_port() -> int:

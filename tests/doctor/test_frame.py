@@ -68,6 +68,23 @@ def test_a_check_that_hangs_is_a_finding_and_is_not_started_again() -> None:
     assert len(begun) == 2
 
 
+def test_a_check_that_computes_past_its_limit_is_slow_and_does_not_hang() -> None:
+    """As one that reads all installed libraries on a machine with ten times the work it has processors for."""
+    release = threading.Event()
+
+    def compute(node: Node) -> Iterator[Verdict]:
+        while not release.is_set():
+            pass
+        yield ok("at last")
+
+    try:
+        (found,) = run([check(compute, "C1", limit_seconds=0.5)], node())
+    finally:
+        release.set()
+    assert (found.state, found.expected) == (State.WARN, "an answer")
+    assert found.found.startswith("no answer after")
+
+
 def test_all_checks_together_have_a_limit() -> None:
     release = threading.Event()
 
