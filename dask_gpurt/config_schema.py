@@ -29,7 +29,7 @@ _HERE = os.path.dirname(__file__)
 
 def load(name: str) -> dict[str, Any]:
     """One of the package's YAML files."""
-    with open(os.path.join(_HERE, name)) as f:
+    with open(os.path.join(_HERE, name), encoding="utf-8") as f:
         loaded: dict[str, Any] = yaml.load(f, Loader=Loader)
     return loaded
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import functools
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.backends.system import versions
+from dask_gpurt.config_schema import load
 from dask_gpurt.doctor.check import Check
 from dask_gpurt.doctor.finding import ok, warn
 from dask_gpurt.doctor.gpus import visible
@@ -23,16 +23,11 @@ if TYPE_CHECKING:
     from dask_gpurt.doctor.check import Node
     from dask_gpurt.doctor.finding import Verdict
 
-_TABLE = Path(__file__).with_name("compat.yaml")
-
 
 @functools.cache
 def table() -> dict[str, list[dict[str, Any]]]:
     """The tested sets, by class."""
-    import yaml
-
-    loaded: dict[str, list[dict[str, Any]]] = yaml.safe_load(_TABLE.read_text(encoding="utf-8"))
-    return loaded
+    return load("doctor/compat.yaml")
 
 
 def untested(of: str, installed: Mapping[str, str]) -> list[str]:

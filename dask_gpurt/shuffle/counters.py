@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from distributed.worker import Worker
 
+    from dask_gpurt.shuffle.transport.plane import Plane
+
 #: shuffles of which it is known how often they were restarted; a worker lives for months
 RESTARTED = 100
 
@@ -151,17 +153,18 @@ def counters_of(worker: Worker) -> ShuffleCounters:
 
 def corrupt_messages(worker: Worker) -> dict[str, int]:
     """Peer -> how many messages from it did not parse or failed a checksum; only peers with some."""
-    plane = _plane_of(worker)
+    plane = existing_plane(worker)
     return {} if plane is None else dict(plane.links.corrupt)
 
 
 def worker_statistics(worker: Worker) -> dict[str, Any]:
     """What the shuffle did on one worker: `ShuffleCounters`, and `Plane.statistics` as ``transport``; plain JSON."""
-    plane = _plane_of(worker)
+    plane = existing_plane(worker)
     return {**counters_of(worker).as_dict(), "transport": None if plane is None else plane.statistics()}
 
 
-def _plane_of(worker: Worker) -> Any:
+def existing_plane(worker: Worker) -> Plane | None:
+    """The data plane of a worker, if it has one."""
     # A worker without a run has not imported the transports, and does not for a question about them.
     module = sys.modules.get("dask_gpurt.shuffle.transport.plane")
     return None if module is None else module.existing(worker)

@@ -28,10 +28,8 @@ from dask_gpurt.model.circuit_breaker import Guard
 from dask_gpurt.model.events import Event, Sink, null_sink
 from dask_gpurt.tiers.device import coexistence
 from dask_gpurt.tiers.device.coexistence import Terms
-from dask_gpurt.tiers.device.setup import DeviceMemory
 from dask_gpurt.tiers.engine.engine import CLOSE_SECONDS, Engine
 from dask_gpurt.tiers.limits import Limits, limits_of
-from dask_gpurt.tiers.shared.worker import SharedCopies
 from dask_gpurt.tiers.statistics import Figures
 from dask_gpurt.tiers.storage.stack import Below
 from dask_gpurt.tiers.stores.shard_store import TierShardStore
@@ -48,6 +46,8 @@ if TYPE_CHECKING:
 
     from dask_gpurt.config import TierSettings
     from dask_gpurt.model.device_memory import HeldOnDevice
+    from dask_gpurt.tiers.device.setup import DeviceMemory
+    from dask_gpurt.tiers.shared.worker import SharedCopies
     from dask_gpurt.tiers.stores.task_store import TieredStore
 
 logger = logging.getLogger("distributed.worker.gpurt")
@@ -162,7 +162,7 @@ class TierRuntime:
             try:
                 device = None
                 if terms.decision.works:
-                    device = await call_apart(DeviceMemory.open, worker, settings, limits.budget_bytes, terms)
+                    device = await call_apart(_open_device, worker, settings, limits.budget_bytes, terms)
             except BaseException:
                 await below.abandon()
                 undo()
@@ -311,6 +311,8 @@ class TierRuntime:
                 seam.serve_device(self._device_memory)
             objects, lease = self._below.objects, self._below.lease
             if objects is not None and lease is not None and objects.bucket.shared:
+                from dask_gpurt.tiers.shared.worker import SharedCopies
+
                 self._shared = SharedCopies(self._worker, self._engine, seam.store, objects, lease, self.guard)
                 self._shared.install()
         elif self._left_alone == before:
@@ -339,7 +341,7 @@ class TierRuntime:
             device = None
             if terms.decision.works and not self._leaves:
                 budget = self._limits.budget_bytes
-                device = await call_apart(DeviceMemory.open, self._worker, self._settings, budget, terms)
+                device = await call_apart(_open_device, self._worker, self._settings, budget, terms)
         except Exception as e:  # the libraries that it opens raise what they like; stock has no tier either
             self.guard.failed("device")
             terms, device = Terms(coexistence.Decision(f"{type(e).__name__}: {e}")), None
@@ -408,6 +410,13 @@ class TierRuntime:
         if self._shared is not None:
             out.update(self._shared.heartbeat())
         return out
+
+
+def _open_device(worker: Worker, settings: TierSettings, budget_bytes: int | None, terms: Terms) -> DeviceMemory:
+    # Late, as other parts that few workers need: importing them all at a start takes as long as a tenth of a worker's.
+    from dask_gpurt.tiers.device.setup import DeviceMemory
+
+    return DeviceMemory.open(worker, settings, budget_bytes, terms)
 
 
 def _left_alone(data: MutableMapping[Key, Any], settings: TierSettings) -> spill_buffer.LeftAlone | None:

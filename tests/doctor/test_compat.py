@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from dask_gpurt import config_schema
 from dask_gpurt.backends.nvml import Device, Snapshot
 from dask_gpurt.doctor import compat
 from dask_gpurt.doctor.compat import CHECK, table, untested
@@ -74,7 +75,7 @@ def test_a_worker_for_cpus_on_a_node_with_gpus(monkeypatch: pytest.MonkeyPatch) 
 def test_a_damaged_installation_is_no_failure_of_the_start(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(compat, "_TABLE", tmp_path / "none.yaml")
+    monkeypatch.setattr(config_schema, "_HERE", str(tmp_path))
     table.cache_clear()
     try:
         compat.warn_once(logging.getLogger("damaged"), "cpu")

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 from dask_gpurt.errors import InstallError, StoreError
 from dask_gpurt.tiers.storage.disk.striped import Directories, open_directories
 from dask_gpurt.tiers.storage.fallback import Cascade
-from dask_gpurt.tiers.storage.object.leases import LeaseKeeper, worker_prefix
-from dask_gpurt.tiers.storage.object.tier import ObjectTier
 from dask_gpurt.tiers.threads import run_apart
 
 if TYPE_CHECKING:
@@ -25,6 +23,8 @@ if TYPE_CHECKING:
     from dask_gpurt.config import TierSettings
     from dask_gpurt.model.events import Sink
     from dask_gpurt.tiers.limits import Limits
+    from dask_gpurt.tiers.storage.object.leases import LeaseKeeper
+    from dask_gpurt.tiers.storage.object.tier import ObjectTier
     from dask_gpurt.tiers.storage.protocol import StorageTier
 
 
@@ -111,6 +111,8 @@ def _open_objects(worker: Worker, settings: TierSettings) -> tuple[ObjectTier, L
     if url is None:
         return None
     from dask_gpurt.tiers.storage.object.client import Bucket
+    from dask_gpurt.tiers.storage.object.leases import LeaseKeeper, worker_prefix
+    from dask_gpurt.tiers.storage.object.tier import ObjectTier
 
     bucket = Bucket(url, timeout_seconds=settings.object_timeout)
     prefix = worker_prefix(worker.scheduler.address)
