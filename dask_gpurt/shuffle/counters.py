@@ -165,6 +165,7 @@ def worker_statistics(worker: Worker) -> dict[str, Any]:
 
 def existing_plane(worker: Worker) -> Plane | None:
     """The data plane of a worker, if it has one."""
-    # A worker without a run has not imported the transports, and does not for a question about them.
-    module = sys.modules.get("dask_gpurt.shuffle.transport.plane")
-    return None if module is None else module.existing(worker)
+    # A worker without a run has not imported the transports, and does not for a question about them. Another thread may
+    # be half-way through that import; an exception here, in a heartbeat, would close the worker.
+    existing = getattr(sys.modules.get("dask_gpurt.shuffle.transport.plane"), "existing", None)
+    return None if existing is None else existing(worker)
