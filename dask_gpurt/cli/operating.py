@@ -82,7 +82,7 @@ def doctor(address: str | None, as_json: bool, record: str | None, recorded: str
     """Check this machine, or each node of a cluster: what was found, what was expected, the remedy.
 
     ADDRESS is that of the scheduler (tcp://host:port); without it this machine is looked at. Exit code 0: nothing to
-    do, 1: a warning, 2: a failure, or a cluster that cannot be reached.
+    do, 1: a warning, 2: a failure, or nothing could be looked at.
     """
     from dask_gpurt.doctor import finding
 

@@ -320,7 +320,7 @@ def test_the_command_writes_and_reads_recordings(tmp_path: Path, monkeypatch: py
     for broken in ("[]", "{", '{"devices": [{"nothing": 1}]}', '{"devices": [1]}', '{"other": 1}'):
         path.write_text(broken)
         got = CliRunner().invoke(gpurt, ["doctor", "--recorded", str(path)])
-        assert got.exit_code == 1, broken
+        assert got.exit_code == 2, broken
         assert "is not a recording" in got.output
 
 
