@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 #: seconds for all checks together
 TOTAL_SECONDS = 9.0
 #: of its time that a check computes at least, if it does not hang: one that waits for a dead mount takes no processor
-_COMPUTES = 0.05
+_COMPUTES = 0.02
 
 
 @dataclasses.dataclass(frozen=True)

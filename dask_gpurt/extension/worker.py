@@ -34,8 +34,9 @@ from dask_gpurt.observe.journal import Journal
 from dask_gpurt.placement.takeover.worker_copies import WorkerCopies
 from dask_gpurt.preflight.worker import Preflight
 from dask_gpurt.quarantine.worker import Health
-from dask_gpurt.shuffle.counters import corrupt_messages, counters_of, existing_plane, worker_statistics
+from dask_gpurt.shuffle.counters import corrupt_messages, counters_of, worker_statistics
 from dask_gpurt.shuffle.rows import packed
+from dask_gpurt.shuffle.transport.planes import PLANES
 from dask_gpurt.shuffle.worker import shard_stores
 from dask_gpurt.tiers.runtime import TierRuntime
 from dask_gpurt.tiers.worker.residency import ResidenceSender
@@ -152,7 +153,7 @@ class WorkerParts:
     def follow_safe_mode(self) -> None:
         """Do what the worker's safe mode says, see `model.safe_mode`."""
         safe = safe_mode.parts_of(self.worker)
-        if (way := existing_plane(self.worker)) is not None:
+        if (way := PLANES.get(self.worker)) is not None:
             way.only_safe = "shuffle" in safe
         if self.runtime is not None:
             self.runtime.read_ahead("tiers" not in safe)
@@ -275,7 +276,7 @@ class WorkerParts:
             self.worker.extensions.pop(NAME, None)
         self.worker.metrics = {k: v for k, v in self.worker.metrics.items() if k != NAME}
         try:
-            if (way := existing_plane(self.worker)) is not None:
+            if (way := PLANES.get(self.worker)) is not None:
                 # Its sockets and threads. No shuffle of ours runs any more: the scheduler's part would not have left.
                 await way.stop()
         finally:

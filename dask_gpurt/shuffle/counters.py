@@ -6,15 +6,14 @@ Workers are keyed weakly: many live and die in one process in tests and with in-
 from __future__ import annotations
 
 import dataclasses
-import sys
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from dask_gpurt.shuffle.transport.planes import PLANES
+
 if TYPE_CHECKING:
     from distributed.worker import Worker
-
-    from dask_gpurt.shuffle.transport.plane import Plane
 
 #: shuffles of which it is known how often they were restarted; a worker lives for months
 RESTARTED = 100
@@ -153,19 +152,11 @@ def counters_of(worker: Worker) -> ShuffleCounters:
 
 def corrupt_messages(worker: Worker) -> dict[str, int]:
     """Peer -> how many messages from it did not parse or failed a checksum; only peers with some."""
-    plane = existing_plane(worker)
+    plane = PLANES.get(worker)
     return {} if plane is None else dict(plane.links.corrupt)
 
 
 def worker_statistics(worker: Worker) -> dict[str, Any]:
     """What the shuffle did on one worker: `ShuffleCounters`, and `Plane.statistics` as ``transport``; plain JSON."""
-    plane = existing_plane(worker)
+    plane = PLANES.get(worker)
     return {**counters_of(worker).as_dict(), "transport": None if plane is None else plane.statistics()}
-
-
-def existing_plane(worker: Worker) -> Plane | None:
-    """The data plane of a worker, if it has one."""
-    # A worker without a run has not imported the transports, and does not for a question about them. Another thread may
-    # be half-way through that import; an exception here, in a heartbeat, would close the worker.
-    existing = getattr(sys.modules.get("dask_gpurt.shuffle.transport.plane"), "existing", None)
-    return None if existing is None else existing(worker)

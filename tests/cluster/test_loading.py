@@ -28,7 +28,7 @@ from dask_gpurt.errors import ConfigError, InstallError
 from dask_gpurt.extension import GpurtScheduler, WorkerParts, on_worker
 from dask_gpurt.extension.delivery import Delivered
 from dask_gpurt.planning.held import HELD
-from dask_gpurt.shuffle.transport import plane
+from dask_gpurt.shuffle.transport.planes import PLANES
 from tests.versions import needs_pandas_3
 
 from .processes import SCHEDULER_PARTS, processes, together, wait_text
@@ -155,7 +155,8 @@ def test_a_socket_that_does_not_close_keeps_no_parts_in_a_worker(monkeypatch: py
     ):
         stock = client.run(lambda dask_worker: type(dask_worker.data).__name__)
         dask_gpurt.attach(client)
-        monkeypatch.setattr(plane, "existing", lambda worker: Fails())
+        for worker in cluster.workers.values():
+            monkeypatch.setitem(PLANES, worker, Fails())
         dask_gpurt.detach(client)
         assert client.run(lambda dask_worker: type(dask_worker.data).__name__) == stock
 

@@ -35,6 +35,7 @@ from dask_gpurt.shuffle.transport.inbox import Inbox
 from dask_gpurt.shuffle.transport.link import records
 from dask_gpurt.shuffle.transport.mailbox import Outcomes
 from dask_gpurt.shuffle.transport.peers import LinkTable, NoRoute, Route
+from dask_gpurt.shuffle.transport.planes import PLANES
 from dask_gpurt.shuffle.transport.registry import OpenTransports
 from dask_gpurt.shuffle.transport.rpc_credit import SafeReceiver
 from dask_gpurt.shuffle.transport.select.compress import LEAST, Squeezer
@@ -372,8 +373,6 @@ class Plane:
 
 #: (process, address) -> plane: for the hand-over between workers of one process
 _planes: weakref.WeakValueDictionary[tuple[str, str], Plane] = weakref.WeakValueDictionary()
-#: weakly, as many workers live and die in one process in tests
-_of_worker: weakref.WeakKeyDictionary[Worker, Plane] = weakref.WeakKeyDictionary()
 
 
 def plane_of(
@@ -390,17 +389,12 @@ def plane_of(
     settings
         Of the shuffle; other ones than before replace the plane.
     """
-    plane = _of_worker.get(worker)
-    if plane is None or plane.closed or plane.settings != settings:
-        if plane is not None and not plane.closed:
+    plane = PLANES.get(worker)
+    if not isinstance(plane, Plane) or plane.closed or plane.settings != settings:
+        if isinstance(plane, Plane) and not plane.closed:
             seam.in_background(worker, plane.stop)
         theirs = plugin.memory_limiter_comms.limit
         limit = settings.receive_budget if theirs is None else min(theirs, settings.receive_budget)
-        plane = _of_worker[worker] = Plane(worker, settings, count, limit)
+        plane = PLANES[worker] = Plane(worker, settings, count, limit)
         seam.on_teardown(plugin, plane.stop)
     return plane
-
-
-def existing(worker: Worker) -> Plane | None:
-    """The data plane of a worker, if it has one."""
-    return _of_worker.get(worker)

@@ -28,11 +28,12 @@ from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.errors import WireError
 from dask_gpurt.memory.pages import Pages, system
 from dask_gpurt.shuffle.counters import worker_statistics
-from dask_gpurt.shuffle.transport import ioloop, link_ends, plane, registry
+from dask_gpurt.shuffle.transport import ioloop, link_ends, registry
 from dask_gpurt.shuffle.transport.base import Header, Peer, ReceiveGate, Services
 from dask_gpurt.shuffle.transport.link import events as lk
 from dask_gpurt.shuffle.transport.link import records
 from dask_gpurt.shuffle.transport.link.records import LinkRecord, RecordKind, RunKey
+from dask_gpurt.shuffle.transport.planes import PLANES
 from dask_gpurt.shuffle.transport.tcp import cma, connection, listener, transport
 from dask_gpurt.shuffle.transport.tcp.transport import TcpTransport
 from dask_gpurt.shuffle.worker.shard_stores import MemoryShardStore
@@ -739,7 +740,7 @@ def test_an_encrypted_cluster_opens_sockets_under_tls_only(scheme, transport, wa
 async def test_staged_shards_are_inside_the_send_budget(c, s, a, b):
     async with taken_over(s, [a, b]):
         same_rows(await c.compute(source(left).shuffle("k", npartitions=4)), left, 6)
-        limiter = plane._of_worker[a].unsent
+        limiter = PLANES[a].unsent
         assert limiter.limit == ShuffleSettings(enabled=True).receive_budget
         seen = []
         increase = limiter.increase
@@ -766,7 +767,7 @@ def test_what_is_staged_never_waits_for_itself(stage_bytes, monkeypatch):
             got = await c.compute(source(half_on_one_key, 12).shuffle("k", npartitions=16))
             same_rows(got, half_on_one_key, 12)
             for w in (a, b):
-                limiter = plane._of_worker[w].unsent
+                limiter = PLANES[w].unsent
                 assert limiter.limit == 1 << 16
                 await until(lambda limiter=limiter: limiter.empty)
 
