@@ -9,11 +9,11 @@ and a read::
 
 W and R are the bandwidths of the tier, learned from its own transfers (`Rate`); of a link, W is its bandwidth, and
 nothing is read (1/R is 0). Ratio, C and D come from a sample of the frame itself: a few pieces of 16 KiB, about 1/128
-of the frame, which costs a percent or so. A codec has to win by `MARGIN`. A sample is faster than the whole: it lies in
-the processor's cache, and its fastest piece was not interrupted. So C and D are corrected by what compressing really
-took in comparison, learned per codec (`Chooser.learn`): 2 on a quiet machine, 5 on one whose cores are all busy with
-tasks. zstd is sampled only where the tier is slow enough for it to have a chance. Frames below `SAMPLED` bytes are
-never worth a look.
+of the frame, which costs a percent or so. Where its two ends say that nothing is gained, they are all: 10 to 70 us. A
+codec has to win by `MARGIN`. A sample is faster than the whole: it lies in the processor's cache, and waits for nobody.
+So C and D are corrected by what compressing really took in comparison, learned per codec (`Chooser.learn`): 2 on a
+quiet machine, 5 on one whose cores are all busy with tasks. zstd is sampled only where the tier is slow enough for it
+to have a chance. Frames below `SAMPLED` bytes are never worth a look.
 
 A compressed frame is a row of blocks of up to 1 MiB, each behind four bytes of length (the top bit: stored as it is).
 So it streams in both directions, needs no second buffer of the size of the frame to be made, and cannot grow by more
@@ -218,12 +218,12 @@ class Chooser:
             if name == "zstd" and per_byte < 2 / ZSTD_CEILING:
                 continue
             sample = _Sample()
-            for sampled in sample.take(codec_of(name), frame):
-                seconds = sample.seconds * slowdown + sample.ratio * per_byte
-                if sampled >= 2 and (sample.ratio > 0.97 or seconds > 1.3 * best_seconds):
+            for seconds in sample.take(codec_of(name), frame):
+                taken = seconds * slowdown + sample.ratio * per_byte
+                if sample.ratio > 0.97 or taken > 1.3 * best_seconds:
                     break  # hopeless: look no further
-            if sample.ratio < 0.95 and seconds < best_seconds:
-                best, best_seconds = Choice(name, sample.compressing * frame.nbytes), seconds
+            if sample.ratio < 0.95 and taken < best_seconds:
+                best, best_seconds = Choice(name, sample.compressing * frame.nbytes), taken
             with self._lock:  # what was learned when the machine was busy fades
                 self.slowdown[name] += 0.02 * (SLOWDOWN - self.slowdown[name])
         return best
@@ -237,44 +237,51 @@ class Chooser:
 
 
 class _Sample:
-    """What a few pieces of a frame say. The fastest piece counts: the thread may have been interrupted in others."""
+    """What a few pieces of a frame say. The fastest counts: others may have been interrupted.
+
+    The clock is the processor time of this thread. After each call it waits for the interpreter, up to 5 ms where a
+    task computes in pure Python, and that says nothing about the frame. `Chooser.learn` hears of it.
+    """
 
     def __init__(self) -> None:
         self._compressing = self._expanding = math.inf
-        self._small = self._pieces = 0
+        self._small = self._whole = 0
 
     @property
     def compressing(self) -> float:
         """Seconds per byte."""
-        return self._compressing / _PIECE
-
-    @property
-    def seconds(self) -> float:
-        """Per byte, compressing and expanding."""
-        return (self._compressing + self._expanding) / _PIECE
+        return self._compressing
 
     @property
     def ratio(self) -> float:
-        return self._small / (self._pieces * _PIECE)
+        return self._small / self._whole
 
-    def take(self, codec: BlockCodec, frame: memoryview) -> Iterator[int]:
-        """Sample piece after piece; yields how many."""
-        count = max(2, min(16, frame.nbytes // 128 // _PIECE))
-        step = (frame.nbytes - _PIECE) // (count - 1)
-        out = memoryview(bytearray(_PIECE))
-        for i in range(count):
-            # The first two are the ends of the frame: unlike each other if it is uneven.
-            at = (0, count - 1, *range(1, count - 1))[i] * step
-            piece = frame[at : at + _PIECE]
-            start = time.perf_counter()
-            block = codec.compress(piece)
-            middle = time.perf_counter()
-            codec.expand_into(block, out)
-            self._compressing = min(self._compressing, middle - start)
-            self._expanding = min(self._expanding, time.perf_counter() - middle)
-            self._small += len(block)
-            self._pieces += 1
-            yield self._pieces
+    def take(self, codec: BlockCodec, frame: memoryview) -> Iterator[float]:
+        """Sample piece after piece; yields seconds per byte, of compressing at first, then of expanding as well."""
+        # Both ends, unlike each other if the frame is uneven, in one call: most frames that gain nothing cost no other.
+        block = self._compress(codec, b"".join((frame[:_PIECE], frame[-_PIECE:])))
+        yield self._compressing
+        yield self._expand(codec, block, 2 * _PIECE)
+        count = min(16, frame.nbytes // 128 // _PIECE)
+        step = frame.nbytes // max(1, count)
+        for at in range(step, (count - 1) * step, step):
+            yield self._expand(codec, self._compress(codec, frame[at : at + _PIECE]), _PIECE)
+
+    def _compress(self, codec: BlockCodec, piece: Buffer) -> bytes:
+        start = time.thread_time()
+        block = codec.compress(piece)
+        nbytes = memoryview(piece).nbytes
+        self._compressing = min(self._compressing, (time.thread_time() - start) / nbytes)
+        self._small += len(block)
+        self._whole += nbytes
+        return block
+
+    def _expand(self, codec: BlockCodec, block: bytes, nbytes: int) -> float:
+        out = memoryview(bytearray(nbytes))
+        start = time.thread_time()
+        codec.expand_into(block, out)
+        self._expanding = min(self._expanding, (time.thread_time() - start) / nbytes)
+        return self._compressing + self._expanding
 
 
 def compress(name: str, frame: memoryview) -> Iterator[memoryview]:

@@ -85,7 +85,9 @@ def test_what_would_not_pay_stays_as_it_is():
 def test_looks_that_gain_nothing_become_rare(monkeypatch):
     # On a machine that is busy with other things nothing gains: what squeezing takes is measured.
     ticks = itertools.count(0.0, 1e-6)
-    monkeypatch.setattr(compression, "time", types.SimpleNamespace(perf_counter=lambda: next(ticks)))
+    monkeypatch.setattr(
+        compression, "time", types.SimpleNamespace(thread_time=lambda: next(ticks), perf_counter=lambda: next(ticks))
+    )
     some, _ = squeezer()
     slow, noise = pace_of(50e6), [memoryview(b"head"), memoryview(random.Random(1).randbytes(1 << 18))]
 

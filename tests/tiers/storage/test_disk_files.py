@@ -428,61 +428,7 @@ def test_segments_from_many_threads(small: DiskTier) -> None:
     assert small.used_bytes == 0
 
 
-# ---------------------------------------------------------------------------------------------- compression
-
-
-@pytest.mark.parametrize("name", ["lz4", "zstd"])
-@pytest.mark.parametrize("n", [1, 1 << 20, (1 << 20) + 1, 3_000_000])
-def test_compressed_frames_come_back(name: str, n: int) -> None:
-    need(name)
-    mixed = np.concatenate([np.zeros(n, "u1"), noise(n), np.arange(n, dtype="u1")])
-    stored = b"".join(compression.compress(name, mixed.data))
-    assert len(stored) <= compression.most_stored(mixed.nbytes)
-    back = compression.expand(name, memoryview(stored), mixed.nbytes)
-    assert bytes(back) == mixed.tobytes()
-    assert not back.readonly
-    with pytest.raises(CorruptData):
-        compression.expand(name, memoryview(stored)[:-5], mixed.nbytes)
-
-
-def test_auto_compresses_where_it_is_faster() -> None:
-    need("lz4", "zstd")
-    chooser = compression.Chooser("auto")
-    sparse, dense = np.zeros(1 << 22, "u1"), noise(1 << 22)
-    text = memoryview("".join(f"customer_{i % 999:07d} " for i in range(200_000)).encode())
-    assert chooser.choose(dense.data, 20e6, 20e6).codec == ""
-    assert chooser.choose(sparse.data, 20e6, 20e6).codec in ("lz4", "zstd")
-    assert chooser.choose(text, 1e6, 1e6).codec == "zstd", "the disk is slow, so the ratio decides"
-    assert chooser.choose(text, 50e9, 50e9).codec == "", "no codec is that fast"
-    assert chooser.choose(text[:1000], 20e6, 20e6).codec == "", "not worth a look"
-    assert compression.Chooser("none").choose(text, 1.0, 1.0).codec == ""
-    assert compression.Chooser("lz4").choose(text, 50e9, 50e9).codec == "lz4"
-
-
-def test_a_codec_that_turns_out_slow_is_chosen_less() -> None:
-    need("lz4", "zstd")
-    chooser = compression.Chooser("auto")
-    text = memoryview("".join(f"customer_{i % 999:07d} " for i in range(200_000)).encode())
-    for _ in range(20):
-        for name in ("lz4", "zstd"):
-            chooser.learn(compression.Choice(name, 1.0), 100_000.0)
-    assert chooser.choose(text, 20e6, 20e6).codec == ""
-    for _ in range(400):
-        chooser.choose(text[: compression.SAMPLED], 20e6, 20e6)
-    assert chooser.choose(text, 1e5, 1e5).codec == "zstd", "what was learned fades"
-
-
-def test_rate_follows() -> None:
-    rate = compression.Rate(window_bytes=100e6)
-    assert rate.bytes_per_second is None
-    rate.add(10, 1.0)  # latency, not bandwidth
-    assert rate.bytes_per_second is None
-    for _ in range(100):
-        rate.add(10_000_000, 0.01)
-    assert rate.bytes_per_second == pytest.approx(1e9)
-    for _ in range(100):
-        rate.add(10_000_000, 0.1)
-    assert rate.bytes_per_second == pytest.approx(1e8, rel=0.05)
+# ---------------------------------------------------------------------------------------------- codecs
 
 
 def test_missing_package_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
