@@ -53,6 +53,8 @@ MARGIN = 0.92
 ZSTD_CEILING = 0.5e9
 #: what is assumed of a tier before its first transfer; no codec is near it
 _UNKNOWN = 1e9
+#: share of its bytes that a frame shrinks to which is looked at once more before it counts as slow
+LITTLE = 0.1
 _BLOCK = 1 << 20
 _PIECE = 1 << 14
 _LENGTH = struct.Struct("<I")
@@ -218,9 +220,11 @@ class Chooser:
             if name == "zstd" and per_byte < 2 / ZSTD_CEILING:
                 continue
             sample = _Sample()
-            for seconds in sample.take(codec_of(name), frame):
+            for look, seconds in enumerate(sample.take(codec_of(name), frame)):
                 taken = seconds * slowdown + sample.ratio * per_byte
-                if sample.ratio > 0.97 or taken > 1.3 * best_seconds:
+                # The first two calls may be slow, as nothing is in the cache. What shrinks so much is quick as a rule.
+                in_doubt = look < 2 and sample.ratio < LITTLE
+                if sample.ratio > 0.97 or (taken > 1.3 * best_seconds and not in_doubt):
                     break  # hopeless: look no further
             if sample.ratio < 0.95 and taken < best_seconds:
                 best, best_seconds = Choice(name, sample.compressing * frame.nbytes), taken
@@ -262,8 +266,8 @@ class _Sample:
         block = self._compress(codec, b"".join((frame[:_PIECE], frame[-_PIECE:])))
         yield self._compressing
         yield self._expand(codec, block, 2 * _PIECE)
-        count = min(16, frame.nbytes // 128 // _PIECE)
-        step = frame.nbytes // max(1, count)
+        count = min(16, max(3, frame.nbytes // 128 // _PIECE))
+        step = frame.nbytes // count
         for at in range(step, (count - 1) * step, step):
             yield self._expand(codec, self._compress(codec, frame[at : at + _PIECE]), _PIECE)
 

@@ -117,6 +117,35 @@ def test_more_of_a_large_frame_is_looked_at_where_it_may_gain(monkeypatch: pytes
     assert codec.compressed == codec.expanded == [2 << 14] + [1 << 14] * 14
 
 
+class Cold(Recorded):
+    """The first call of each kind takes 2 ms of the processor."""
+
+    def compress(self, block: Any) -> bytes:
+        if not self.compressed:
+            compute(0.002)
+        return super().compress(block)
+
+    def expand_into(self, block: Any, target: memoryview) -> int:
+        if not self.expanded:
+            compute(0.002)
+        return super().expand_into(block, target)
+
+
+def compute(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+@pytest.mark.parametrize("nbytes", [compression.SAMPLED, 64 << 20])
+def test_first_calls_that_are_slow_do_not_decide(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """A worker's first values of zeros stayed as they were."""
+    assert only(monkeypatch, Cold(0.01)).choose(noise(nbytes).data, 100e6, 100e6).codec == "lz4"
+    little = Cold(0.5)
+    assert only(monkeypatch, little).choose(noise(nbytes).data, 100e6, 100e6).codec == ""
+    assert little.expanded == []
+
+
 def test_a_thread_that_waits_for_the_interpreter_does_not_make_a_codec_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a sample. What all of a frame takes is learned, waiting included."""
     chooser = only(monkeypatch, Recorded(0.01, waits=0.005))
