@@ -10,7 +10,7 @@ and a read::
 W and R are the bandwidths of the tier, learned from its own transfers (`Rate`); of a link, W is its bandwidth, and
 nothing is read (1/R is 0). Ratio, C and D come from a sample of the frame itself: a few pieces of 16 KiB, about 1/128
 of the frame, which costs a percent or so. Where its two ends say that nothing is gained, they are all: 10 to 70 us. A
-codec has to win by `MARGIN`. A sample is faster than the whole: it lies in the processor's cache, and waits for nobody.
+codec has to win by `MARGIN`. A sample is faster than the whole: it lies in the processor's cache, and does not wait.
 So C and D are corrected by what compressing really took in comparison, learned per codec (`Chooser.learn`): 2 on a
 quiet machine, 5 on one whose cores are all busy with tasks. zstd is sampled only where the tier is slow enough for it
 to have a chance. Frames below `SAMPLED` bytes are never worth a look.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,30 +23,48 @@ def noise(n: int, seed: int = 0) -> np.ndarray[Any, Any]:
 
 
 class Recorded:
-    """A codec that keeps the first `kept` of what it compresses, and says what it was asked for."""
+    """A codec that keeps a share of what it compresses, and the clocks that see it.
 
-    def __init__(self, kept: float, waits: float = 0.0) -> None:
-        self.kept = kept
-        self.waits = waits
+    Parameters
+    ----------
+    kept
+        That share.
+    waits
+        Seconds that a thread waits for the interpreter after a call.
+    first
+        Seconds of the processor that the first call of each kind takes, with nothing in the cache.
+    """
+
+    def __init__(self, kept: float, *, waits: float = 0.0, first: float = 1e-6) -> None:
+        self._kept = kept
+        self._waits = waits
+        self._first = first
+        self._cpu = self._wall = 0.0
+        #: bytes, call by call
         self.compressed: list[int] = []
         self.expanded: list[int] = []
 
     def compress(self, block: Any) -> bytes:
-        time.sleep(self.waits)
-        self.compressed.append(len(block))
-        return bytes(int(self.kept * len(block)))
+        self._called(self.compressed, len(block))
+        return bytes(int(self._kept * len(block)))
 
     def expand_into(self, block: Any, target: memoryview) -> int:
-        time.sleep(self.waits)
-        self.expanded.append(target.nbytes)
+        self._called(self.expanded, target.nbytes)
         return target.nbytes
 
+    def _called(self, calls: list[int], nbytes: int) -> None:
+        took = 1e-6 if calls else self._first
+        self._cpu += took
+        self._wall += took + self._waits
+        calls.append(nbytes)
 
-def only(monkeypatch: pytest.MonkeyPatch, codec: Recorded) -> compression.Chooser:
-    """A chooser that has this codec."""
-    monkeypatch.setattr(compression, "_MAKERS", {"lz4": lambda _: codec})
-    monkeypatch.setattr(compression, "_codecs", {"lz4": codec})
-    return compression.Chooser("auto")
+    def chooser(self, monkeypatch: pytest.MonkeyPatch) -> compression.Chooser:
+        """One that has this codec only, and its clocks."""
+        clocks = SimpleNamespace(thread_time=lambda: self._cpu, perf_counter=lambda: self._wall)
+        monkeypatch.setattr(compression, "time", clocks)
+        monkeypatch.setattr(compression, "_MAKERS", {"lz4": lambda _: self})
+        monkeypatch.setattr(compression, "_codecs", {"lz4": self})
+        return compression.Chooser("auto")
 
 
 @pytest.mark.parametrize("name", ["lz4", "zstd"])
@@ -106,49 +124,29 @@ def test_rate_follows() -> None:
 def test_a_frame_that_gains_nothing_costs_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread waits for the interpreter after each."""
     codec = Recorded(1.0)
-    assert only(monkeypatch, codec).choose(noise(64 << 20).data, 20e6, 20e6).codec == ""
+    assert codec.chooser(monkeypatch).choose(noise(64 << 20).data, 20e6, 20e6).codec == ""
     assert codec.compressed == [2 << 14], "both ends"
     assert codec.expanded == []
 
 
 def test_more_of_a_large_frame_is_looked_at_where_it_may_gain(monkeypatch: pytest.MonkeyPatch) -> None:
     codec = Recorded(0.1)
-    assert only(monkeypatch, codec).choose(noise(64 << 20).data, 20e6, 20e6).codec == "lz4"
+    assert codec.chooser(monkeypatch).choose(noise(64 << 20).data, 20e6, 20e6).codec == "lz4"
     assert codec.compressed == codec.expanded == [2 << 14] + [1 << 14] * 14
-
-
-class Cold(Recorded):
-    """The first call of each kind takes 2 ms of the processor."""
-
-    def compress(self, block: Any) -> bytes:
-        if not self.compressed:
-            compute(0.002)
-        return super().compress(block)
-
-    def expand_into(self, block: Any, target: memoryview) -> int:
-        if not self.expanded:
-            compute(0.002)
-        return super().expand_into(block, target)
-
-
-def compute(seconds: float) -> None:
-    end = time.thread_time() + seconds
-    while time.thread_time() < end:
-        pass
 
 
 @pytest.mark.parametrize("nbytes", [compression.SAMPLED, 64 << 20])
 def test_first_calls_that_are_slow_do_not_decide(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     """A worker's first values of zeros stayed as they were."""
-    assert only(monkeypatch, Cold(0.01)).choose(noise(nbytes).data, 100e6, 100e6).codec == "lz4"
-    little = Cold(0.5)
-    assert only(monkeypatch, little).choose(noise(nbytes).data, 100e6, 100e6).codec == ""
+    assert Recorded(0.01, first=0.002).chooser(monkeypatch).choose(noise(nbytes).data, 100e6, 100e6).codec == "lz4"
+    little = Recorded(0.5, first=0.002)
+    assert little.chooser(monkeypatch).choose(noise(nbytes).data, 100e6, 100e6).codec == ""
     assert little.expanded == []
 
 
 def test_a_thread_that_waits_for_the_interpreter_does_not_make_a_codec_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a sample. What all of a frame takes is learned, waiting included."""
-    chooser = only(monkeypatch, Recorded(0.01, waits=0.005))
+    chooser = Recorded(0.01, waits=0.005).chooser(monkeypatch)
     assert chooser.choose(np.zeros(1 << 20, "u1").data, 100e6, 100e6).codec == "lz4"
 
 
