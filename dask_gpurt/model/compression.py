@@ -53,7 +53,7 @@ MARGIN = 0.92
 ZSTD_CEILING = 0.5e9
 #: what is assumed of a tier before its first transfer; no codec is near it
 _UNKNOWN = 1e9
-#: share of its bytes that a frame shrinks to which is looked at once more before it counts as slow
+#: a frame that shrinks below this share of its bytes is looked at once more before its codec counts as slow
 LITTLE = 0.1
 _BLOCK = 1 << 20
 _PIECE = 1 << 14
