@@ -29,7 +29,7 @@ Why an answer cannot be wrong:
    not held: it comes with a name and an empty frame, and nothing says that they belong together.
 
 Bounds: `limit` expressions and `MOST_FILES` files of their data sets, the least recently used go first; each keeps some
-empty frames of at most `seam.MOST_COLUMNS` columns. An exception in here lets everything go, is counted, and leaves
+empty frames of at most `seam.MOST_COLUMNS` columns. An exception in here lets everything go, and leaves
 planning to Dask from then on.
 
 Rejected: a memory of whole plans by the query's expression (built and tried: it finds nothing for a query that differs
@@ -80,7 +80,9 @@ class HeldExpressions:
         self.cleared = 0
         #: why nothing is held any more; None: nothing has failed
         self.failed: str | None = None
-        # Reentrant: letting go of an expression may run finalisers, which may make others.
+        # Reentrant: letting go of an expression may run finalisers, which may make others. Nothing that takes a token
+        # runs under it: Dask has one lock for tokens, and while it is held expressions are looked up (an object of a
+        # user's is unpickled). Two threads would wait for each other, and with them the loop of a scheduler in here.
         self._lock = threading.RLock()
         #: id -> (table of its kind, name, expression); the least recently used first
         self._held: collections.OrderedDict[int, tuple[Instances, str, Any]] = collections.OrderedDict()
@@ -144,29 +146,43 @@ class HeldExpressions:
                     self.clear()
                     self._surroundings = surroundings.of_now()
         except Exception as e:
-            self._fail(e)
+            self.fail(e)
 
     def found(self, table: Instances, name: str, expression: Any) -> None:
         """A lookup has found an expression."""
+        key = id(expression)
+        if key not in self._held and not self.judge(expression):
+            return
         try:
             with self._lock:
-                key = id(expression)
                 if key in self._held:
                     self.hits += 1
                     self._held.move_to_end(key)
                 else:
                     self._hold(table, name, expression)
         except Exception as e:
-            self._fail(e)
+            self.fail(e)
+
+    def judge(self, expression: Any, *, new: bool = False) -> bool:
+        """Whether an expression may be held; the answer is kept in it. `new`: it was just made.
+
+        It may take a token, so no lock of ours is held.
+        """
+        try:
+            return self.failed is None and seam.may_hold(expression, new=new)
+        except Exception as e:
+            self.fail(e)
+            return False
 
     def add(self, table: Instances, name: str, expression: Any) -> None:
-        """An expression was made."""
+        """An expression was made, and judged."""
         try:
             with self._lock:
                 self.made += 1
-                self._hold(table, name, expression, new=True)
+                if self.judge(expression):
+                    self._hold(table, name, expression)
         except Exception as e:
-            self._fail(e)
+            self.fail(e)
 
     def changed(self) -> None:
         """Somebody has changed the empty frame of an expression, and others may have theirs from it."""
@@ -175,12 +191,11 @@ class HeldExpressions:
                 self.cleared += 1
             self._forget()  # not from the tables: what others keep is found as ever
 
-    def _hold(self, table: Instances, name: str, expression: Any, *, new: bool = False) -> None:
-        if self.failed is None and seam.may_hold(expression, new=new):
-            self._held[id(expression)] = table, name, expression
-            self._count(expression, 1)
-            while len(self._held) > self.limit or (self._files > MOST_FILES and len(self._held) > 1):
-                self._count(self._held.popitem(last=False)[1][2], -1)
+    def _hold(self, table: Instances, name: str, expression: Any) -> None:
+        self._held[id(expression)] = table, name, expression
+        self._count(expression, 1)
+        while len(self._held) > self.limit or (self._files > MOST_FILES and len(self._held) > 1):
+            self._count(self._held.popitem(last=False)[1][2], -1)
 
     def _count(self, expression: Any, by: int) -> None:
         """An expression is held, or is not any more: it may know a data set."""
@@ -200,7 +215,8 @@ class HeldExpressions:
         self._data_sets, self._files = {}, 0
         return held
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
+        """Let everything go, and leave planning to Dask."""
         with self._lock:
             if self.failed is None:
                 self.failed = f"{type(error).__name__}: {error}"

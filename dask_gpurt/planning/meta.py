@@ -44,6 +44,8 @@ class _Attributes(dict[str, Any]):
 
 def note(expression: Any) -> None:
     """See the empty frame of an expression when it is computed."""
+    if type(vars(expression)) is _Attributes:
+        return  # two threads have found it at once; a second dict would not know what the first has seen
     # Dask's own class takes attributes for operands.
     object.__setattr__(expression, "__dict__", _Attributes(vars(expression)))
 
@@ -53,7 +55,9 @@ def is_changed(expression: Any) -> bool:
     attributes = vars(expression)
     if type(attributes) is not _Attributes or attributes.parts is None:
         return False
-    now = attributes["_meta"]
+    now = attributes.get("_meta")
+    if now is None:  # of an expression made before us: another thread is about to drop what it had computed
+        return False
     if labels(now) != attributes.labels:
         return True
     parts = _parts(now)

@@ -106,11 +106,17 @@ class Holder(Protocol):
     def found(self, table: Instances, name: str, expression: Any) -> None:
         """A lookup has found an expression."""
 
+    def judge(self, expression: Any, *, new: bool = False) -> bool:
+        """Whether an expression may be held; the answer is kept in it."""
+
     def add(self, table: Instances, name: str, expression: Any) -> None:
         """An expression was made."""
 
     def changed(self) -> None:
         """Somebody has changed the empty frame of an expression."""
+
+    def fail(self, error: Exception) -> None:
+        """Something in here has failed."""
 
 
 class Instances(weakref.WeakValueDictionary[str, Any]):
@@ -124,18 +130,27 @@ class Instances(weakref.WeakValueDictionary[str, Any]):
 
     def __contains__(self, name: Any) -> bool:
         self._gpurt_held.look()
+        try:
+            found = self._unchanged(name, sys._getframe(1))
+        except Exception as e:
+            self._gpurt_held.fail(e)
+            found = self.get(name)
+        # Dask asks for it next. Until then another thread may let it go, so this thread keeps it.
+        self._gpurt_asked.expression = found
+        return found is not None
+
+    def _unchanged(self, name: Any, asker: types.FrameType) -> Any:
+        """The expression of a name, if it is still what the name says."""
         found = self.get(name)
         if found is not None and meta.is_changed(found):
             # As in Dask it is found as long as somebody else keeps it.
             found = None
             self._gpurt_held.changed()
             found = self.get(name)
-        if found is not None and named.is_untold(found):
-            # The one that Dask has just made is a variable of the function that asks.
-            found = found if named.alike(found, sys._getframe(1).f_locals.get("inst")) else None
-        # Dask asks for it next. Until then another thread may let it go, so this thread keeps it.
-        self._gpurt_asked.expression = found
-        return found is not None
+        # The one that Dask has just made is a variable of the function that asks.
+        if found is not None and named.is_untold(found) and not named.alike(found, asker.f_locals.get("inst")):
+            return None
+        return found
 
     def __getitem__(self, name: str) -> Any:
         asked = vars(self._gpurt_asked).pop("expression", None)
@@ -144,11 +159,14 @@ class Instances(weakref.WeakValueDictionary[str, Any]):
         return expression
 
     def __setitem__(self, name: str, expression: Any) -> None:
-        super().__setitem__(name, expression)
+        # Before another thread can find it.
         if sys._getframe(1).f_locals.get("_determ_token") is None:
+            self._gpurt_held.judge(expression, new=True)
+            super().__setitem__(name, expression)
             self._gpurt_held.add(self, name, expression)
         else:  # unpickled with a name, and with operands and an empty frame that may have been changed since
             vars(expression)["_gpurt_may_hold"] = False
+            super().__setitem__(name, expression)
 
 
 class Tables:

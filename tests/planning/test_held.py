@@ -18,11 +18,11 @@ import numpy as np
 import pandas as pd
 import pytest
 from dask._expr import FinalizeCompute, SingletonExpr
-from dask.dataframe.dask_expr._expr import Expr, MapPartitions
+from dask.dataframe.dask_expr._expr import Expr
 
 from dask_gpurt import planning, status
 from dask_gpurt.errors import NoAnswer
-from dask_gpurt.planning import held, seam
+from dask_gpurt.planning import held, meta, named, seam
 from tests.planning.conftest import write
 
 if TYPE_CHECKING:
@@ -325,36 +325,6 @@ def test_everything_is_given_back(kept: held.HeldExpressions, files: Path) -> No
     assert kinds_of_tables() == {weakref.WeakValueDictionary, type(None)}
 
 
-def test_let_go_by_another_thread_in_the_middle_of_a_lookup(kept: held.HeldExpressions, files: Path) -> None:
-    """Dask asks whether a name is there, and then for it."""
-    kept.install()
-    name, table = (e := dd.read_parquet(str(files)).assign(one=1).expr)._name, type(e)._instances
-    del e
-    gc.collect()
-    assert name in table
-    kept.clear()
-    gc.collect()
-    assert table[name]._name == name
-    gc.collect()
-    assert name not in table
-
-
-def test_uninstalled_by_another_thread_while_an_expression_is_made(
-    kept: held.HeldExpressions, files: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(MapPartitions, "_instances", raising=False)
-    kept.install()
-
-    class Argument:
-        def __dask_tokenize__(self) -> str:
-            kept.uninstall()
-            return "argument"
-
-    t = dd.read_parquet(str(files))
-    assert t.map_partitions(rows_with, Argument(), meta=t._meta).expr._name
-    assert not kept.installed
-
-
 def test_switched_for_a_while(kept: held.HeldExpressions, files: Path) -> None:
     with planning.switched(True):
         plans(files)
@@ -411,17 +381,21 @@ def test_another_version_of_dask(kept: held.HeldExpressions, monkeypatch: pytest
     assert plans(files)
 
 
+@pytest.mark.parametrize("where", ["seam.may_hold", "meta.is_changed", "named.is_untold", "named.alike"])
 def test_a_fault_of_ours_costs_the_gain_only(
-    kept: held.HeldExpressions, monkeypatch: pytest.MonkeyPatch, files: Path
+    kept: held.HeldExpressions, monkeypatch: pytest.MonkeyPatch, files: Path, where: str
 ) -> None:
     theirs = plans(files)
     kept.install()
     plans(files)
 
-    def fail(expression: Any, **kwargs: Any) -> bool:
+    def fail(*args: Any, **kwargs: Any) -> bool:
         raise KeyError("renamed")
 
-    monkeypatch.setattr(seam, "may_hold", fail)
+    module, _, name = where.partition(".")
+    if name == "alike":
+        monkeypatch.setattr(named, "is_untold", lambda expression: True)
+    monkeypatch.setattr({"seam": seam, "meta": meta, "named": named}[module], name, fail)
     write(files, 2)
     assert plans(files).keys() == theirs.keys()
     assert "renamed" in str(kept.failed)
