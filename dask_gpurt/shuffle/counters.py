@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 #: shuffles of which it is known how often they were restarted; a worker lives for months
 RESTARTED = 100
+#: for which a restart counts. A query that comes every day has the same shuffle each time
+RESTARTED_SECONDS = 600.0
 
 
 @dataclasses.dataclass
@@ -101,8 +104,8 @@ class ShuffleCounters:
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        #: of the last `RESTARTED` shuffles of which this worker had runs restarted: those runs
-        self._restarted: dict[str, set[int]] = {}
+        #: of the last `RESTARTED` shuffles of which this worker had runs restarted: those runs, and when that was
+        self._restarted: dict[str, dict[int, float]] = {}
 
     def add(self, **amounts: float) -> None:
         """Add to counters; from any thread."""
@@ -116,14 +119,15 @@ class ShuffleCounters:
             self.join_given_up[why] = self.join_given_up.get(why, 0) + 1
 
     def restarted(self, shuffle_id: str, run_id: int) -> int:
-        """Count a run that has to be restarted, once for all threads; how many of its shuffle there were."""
+        """Count a run that has to be restarted, once for all threads; how many of its shuffle there were of late."""
+        now = time.monotonic()
         with self._lock:
-            runs = self._restarted.pop(shuffle_id, set())
+            runs = self._restarted.pop(shuffle_id, {})
             if len(self._restarted) >= RESTARTED:
                 del self._restarted[next(iter(self._restarted))]
             self._restarted[shuffle_id] = runs  # the newest
-            runs.add(run_id)
-            return len(runs)
+            runs.setdefault(run_id, now)
+            return sum(now - when < RESTARTED_SECONDS for when in runs.values())
 
     def heartbeat(self) -> dict[str, int]:
         """Figures for every heartbeat: flat, and cheap to get."""

@@ -7,7 +7,7 @@ import contextlib
 import datetime
 import decimal
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dask.dataframe as dd
 import numpy as np
@@ -18,6 +18,9 @@ from dask_gpurt.shuffle.scheduler.takeover import ShuffleTakeover
 from dask_gpurt.shuffle.transport.link.receiver import ReceiverLink
 from dask_gpurt.shuffle.worker.shard_stores import MemoryShardStore, provide
 from tests.shuffle.invariants import check_runs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 #: over distributed's comms, which many tests listen in on
 ON = ShuffleSettings(enabled=True, transport="rpc")
@@ -100,6 +103,15 @@ async def until(condition: Any) -> None:
             return
         await asyncio.sleep(0.01)
     raise AssertionError("did not become true")
+
+
+async def drained(stores: Iterable[Any]) -> None:
+    """Poll on the event loop until no store holds rows; fails after half a minute."""
+    for _ in range(1500):
+        if not any(map(held, stores)):
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError([[chunk.nbytes for chunk in held(s)] for s in stores])
 
 
 def mixed(i: int, n: int = 200) -> pd.DataFrame:

@@ -28,7 +28,19 @@ from dask_gpurt.shuffle.worker import output_builder, sender
 from dask_gpurt.shuffle.worker.message import Message
 from dask_gpurt.shuffle.worker.run import GpurtShuffleRun
 from dask_gpurt.shuffle.worker.shard_stores import MemoryShardStore
-from tests.shuffle.helpers import NastyStore, held, left, mixed, ordered, right, source, taken_over, until, whole
+from tests.shuffle.helpers import (
+    NastyStore,
+    drained,
+    held,
+    left,
+    mixed,
+    ordered,
+    right,
+    source,
+    taken_over,
+    until,
+    whole,
+)
 
 pytestmark = pytest.mark.cluster
 TWO = {"client": True, "nthreads": [("127.0.0.1", 1)] * 2, "timeout": 120}
@@ -38,14 +50,6 @@ def same_rows(parts, make, n) -> None:
     want = ordered(whole(make, n))
     got = ordered(pd.concat(parts)) if isinstance(parts, list) else ordered(parts)
     pd.testing.assert_frame_equal(got, want.astype(dict(got.dtypes)))
-
-
-async def drained(stores) -> None:
-    for _ in range(1500):
-        if not any(map(held, stores)):
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError([[chunk.nbytes for chunk in held(s)] for s in stores])
 
 
 PRELOAD = """

@@ -26,6 +26,12 @@ def unpack_tasks(scheduler: Scheduler, shuffle_id: seam.ShuffleId) -> list[tuple
     return [(ts, part) for ts, part in found if part is not None]
 
 
+def is_taken_twice(scheduler: Scheduler, spec: seam.ShuffleSpec) -> bool:
+    """Whether an output has several tasks that unpack it, as those of arrays of a frame that were fused with it."""
+    barrier = scheduler.tasks.get(seam.barrier_key(spec.id))
+    return barrier is not None and len(barrier.dependents) > sum(1 for _ in spec.output_partitions)
+
+
 def output_of(spec: object, shuffle_id: seam.ShuffleId) -> int | None:
     """The output partition that a dependent of a barrier unpacks; None when that is not plain to see."""
     func, args = getattr(spec, "func", None), list(getattr(spec, "args", ()))

@@ -100,6 +100,10 @@ class GpurtShufflePlugin(seam.ShuffleSchedulerPlugin):
                 self.takeover.failed()
         return spec
 
+    def _unset_restriction(self, ts: TaskState) -> None:
+        super()._unset_restriction(ts)
+        self.opener.unparked(ts)
+
     def _calculate_worker_for(self, spec: Any) -> Any:
         """As Dask's, but workers that do not run get no outputs as long as there are others."""
         return self.drain.assigned(spec) or super()._calculate_worker_for(spec)
@@ -249,10 +253,14 @@ class GpurtShufflePlugin(seam.ShuffleSchedulerPlugin):
     def _runs_again(self, shuffle_id: seam.ShuffleId | None, start: str, stimulus_id: str) -> bool:
         """Whether a barrier that was released will run again, since its run goes on.
 
-        It has not passed: its worker was lost, or transfers run again. A cancelled query forgets it next, and then the
-        run ends. A run of Dask's own goes on if its barrier came to nothing because of an answer of the run before.
+        It has not passed: its worker was lost, or transfers run again. A run of Dask's own goes on if its barrier came
+        to nothing because of an answer of the run before. The run ends where no task waits for the barrier any more:
+        the query was cancelled, or failed. Tasks of an earlier query may keep the barrier known all the same.
         """
-        record = self.runs.get(shuffle_id) if shuffle_id else None
+        barrier = self.runs.barrier_of(shuffle_id) if shuffle_id else None
+        if shuffle_id is None or barrier is None or not (barrier.waiters or barrier.who_wants):
+            return False
+        record = self.runs.get(shuffle_id)
         if record is None:
             return shuffle_id in self.active_shuffles and start == "processing" and stimulus_id.startswith(_LATE_ANSWER)
         if record.restarting or (start == "memory" and record.passed):

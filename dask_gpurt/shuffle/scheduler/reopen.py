@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.shuffle import seam
@@ -71,6 +72,9 @@ class Opener:
         self._calls = calls
         #: queued tasks get free slots in the next turn of the loop
         self._filling = False
+        #: parked tasks that may run on any worker (``allow_other_workers``). While they are parked they may not: Dask
+        #: would send them out, and they would come back, over and over
+        self._loose: weakref.WeakSet[TaskState] = weakref.WeakSet()
 
     def left(self) -> None:
         """A task has left its worker without an end, as one that is parked: others get its slot.
@@ -209,6 +213,15 @@ class Opener:
         """Have an output's task wait. When it is on a worker that will send it back, it waits from then on."""
         seam.restrict(self._plugin, ts, NOWHERE)
         self._scheduler.set_restrictions({ts.key: {NOWHERE}})
+        if ts.loose_restrictions:
+            ts.loose_restrictions = False
+            self._loose.add(ts)
+
+    def unparked(self, ts: TaskState) -> None:
+        """A task that may have been parked has other restrictions now."""
+        if ts in self._loose:
+            self._loose.discard(ts)
+            ts.loose_restrictions = True
 
     def place(self, record: RunRecord, key: Hashable) -> bool:
         """An output's task asks where it belongs; whether that was answered here."""
@@ -242,6 +255,7 @@ class Opener:
                 continue  # of a join, and open in the other shuffle: that will let it go
             if ts.worker_restrictions == {NOWHERE}:
                 self._scheduler.set_restrictions({ts.key: {record.worker_for[part]}})
+                self.unparked(ts)
                 if ts.state == "no-worker":
                     recommendations[ts.key] = "processing"
         self._scheduler.transitions(recommendations, stimulus_id=stimulus_id)

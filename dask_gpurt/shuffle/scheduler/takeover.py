@@ -252,6 +252,9 @@ class ShuffleTakeover:
         enabled = self.settings.device_frames
         if type(spec.meta) is not pd.DataFrame and (why := reason_for_stock(spec.meta, spec.column, enabled)):
             return why
+        if output_tasks.is_taken_twice(self.scheduler, spec):
+            # Ours hands an output out once, and would be restarted for each further task. Dask's reads its file again.
+            return "several tasks take one output"
         unable = self._unable()
         return f"{unable} workers have not said that they can" if unable else ""
 

@@ -2,12 +2,12 @@
 
 Invariants
 - `take` removes. A frame merged with itself is one shuffle whose outputs are asked for twice by one task. The second
-  time it gets the first frame again, found by a weak reference, within the same execution only: a retry must not see
+  time it gets a copy of that frame, found by a weak reference, within the same execution only: a retry must not see
   what the failed one changed.
 - Any other output that is asked for again (its task failed after the take and is retried) is not there, and an empty
   answer would be silently wrong. The scheduler is asked to open it again (`reopen`), for all of its rows to come once
   more. Should it refuse, the whole shuffle is restarted, by the way upstream restarts an inconsistent one. Shards lost
-  on a tier do the same. At most `RESTARTS` runs of a shuffle end so on one worker.
+  on a tier do the same. At most `RESTARTS` runs of a shuffle end so on one worker in ten minutes.
 - Nothing is taken of an output that is open: only some of its rows may be there.
 - Rows that were taken are kept where a device had no memory to make the output of them: its task is run once more.
 """
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from dask_gpurt.shuffle.worker.receiver import Receiver
     from dask_gpurt.shuffle.worker.scheduler_calls import SchedulerCalls
 
-#: runs of one shuffle that this worker has restarted; then the error is the user's
+#: runs of one shuffle that this worker has restarted of late; then the error is the user's
 RESTARTS = 5
 
 
@@ -103,8 +103,8 @@ class OutputBuilder:
             It belongs to another worker or is not complete: the scheduler runs its task where and when it can be made.
         """
         if part not in self._owners.worker_for:
-            # It was in memory when this run began for the rest, and was lost since.
-            self._restart(f"output {part} is not of this run")
+            # It was in memory, or not wanted, when this run began for the rest. The next run has it.
+            self._restart(f"output {part} is not of this run", counts=False)
         self._host.raise_if_closed()
         owner, here = self._owners.worker_for[part], self._host.local_address
         # A worker that was started under the address of a lost one has no rows of what that one owned.
@@ -161,11 +161,14 @@ class OutputBuilder:
         self._sync(self._scheduler.move_task, key, self._owners.worker_for[part])
         raise seam.Reschedule
 
-    def _restart(self, why: str, cause: BaseException | None = None) -> NoReturn:
-        """Have the scheduler start this shuffle anew (run id + 1), and this task again."""
+    def _restart(self, why: str, cause: BaseException | None = None, *, counts: bool = True) -> NoReturn:
+        """Have the scheduler start this shuffle anew (run id + 1), and this task again.
+
+        `counts`: a cause that may come again with the next run, which must not go on for ever.
+        """
         host = self._host
         self._counters.last_error = f"{host}: {why}"
-        if self._counters.restarted(host.id, host.run_id) > RESTARTS:
+        if counts and self._counters.restarted(host.id, host.run_id) > RESTARTS:
             raise RuntimeError(f"{host} was restarted {RESTARTS} times by this worker: {why}") from cause
         self._counters.add(restarts=1)
         self._sync(self._scheduler.restart)

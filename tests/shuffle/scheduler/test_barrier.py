@@ -14,7 +14,7 @@ from dask_gpurt.shuffle.scheduler.barrier import Barrier
 from dask_gpurt.shuffle.scheduler.calls import AnswersFailed
 from dask_gpurt.shuffle.scheduler.recovery import Amender
 from dask_gpurt.shuffle.worker.sender import Sender
-from tests.shuffle.helpers import left, ordered, source, taken_over, until, whole
+from tests.shuffle.helpers import drained, left, ordered, source, taken_over, until, whole
 
 
 @pytest.mark.parametrize("error", [TimeoutError("no answer"), AnswersFailed("it closes")])
@@ -141,3 +141,52 @@ async def test_a_query_that_is_cancelled_as_its_barrier_passes_leaves_no_listene
         await until(lambda: not s.tasks)
         go.set()
         await until(lambda: not runs._listeners)
+
+
+def with_one(frame: Any) -> Any:
+    return frame.assign(one=1)
+
+
+def with_two(frame: Any) -> Any:
+    return frame.assign(two=2)
+
+
+def with_three(frame: Any) -> Any:
+    return frame.assign(three=3)
+
+
+@pytest.mark.cluster
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2, timeout=120)
+async def test_a_query_that_is_cancelled_in_its_barrier_ends_its_run_though_an_earlier_one_is_kept(
+    c: Any, s: Any, a: Any, b: Any
+) -> None:
+    """What is kept of the earlier query keeps the barrier known: it was taken for one that runs again."""
+    go, flushing = asyncio.Event(), asyncio.Event()
+    hold = False
+    flush = Sender.flush
+
+    async def slow(self: Any, *args: Any) -> Any:
+        if hold:
+            flushing.set()
+            await go.wait()
+        return await flush(self, *args)
+
+    async with taken_over(s, [a, b]) as (_, stores):
+        plugin = s.plugins["shuffle"]
+        shuffled = source(left).shuffle("k", npartitions=4)
+        kept = c.persist(shuffled.map_partitions(with_one))
+        await c.compute(kept.size)
+        await until(lambda: not plugin.active_shuffles)
+        hold = True
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Sender, "flush", slow)
+            cancelled = c.persist(shuffled.map_partitions(with_two))
+            await asyncio.wait_for(flushing.wait(), 60)
+            await c.cancel(cancelled)
+            del cancelled
+            go.set()
+            await until(lambda: not plugin.active_shuffles)
+        await drained(stores)
+        rows = len(await asyncio.wait_for(c.compute(shuffled.map_partitions(with_three)), 20))
+        assert rows == len(whole(left, 6))
+        assert len(await c.compute(kept)) == rows

@@ -8,10 +8,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from distributed import futures_of
+from distributed import Event, futures_of
 from distributed.utils_test import NO_AMM, gen_cluster
 
 from dask_gpurt.config import ShuffleSettings
+from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.scheduler import reopen
 from dask_gpurt.shuffle.scheduler.calls import AnswersFailed, FlushFailed
 from dask_gpurt.shuffle.scheduler.reopen import Opener
@@ -49,6 +50,25 @@ async def test_an_output_that_is_parked_makes_room_for_the_inputs_that_it_waits_
             same_rows(await asyncio.wait_for(c.compute(d), 30))
         assert went_on(takeover)["recovery"]["outputs_void"] == 1
         waits.release()
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2, timeout=60)
+async def test_a_parked_output_that_may_run_anywhere_waits_too(c, s, a, b):
+    """``allow_other_workers`` would have Dask send it out, to come back at once, until its rows are there."""
+    async with taken_over(s) as (takeover, _):
+        plugin, go = takeover._plugin, Event("go")
+        future = c.submit(abs, c.submit(go.wait), workers=[a.address], allow_other_workers=True)
+        await until(lambda: s.tasks.get(future.key) is not None and s.tasks[future.key].state == "waiting")
+        output = s.tasks[future.key]
+        plugin.opener._park(output)
+        await go.set()
+        await until(lambda: output.state in ("no-worker", "memory"))
+        assert output.state == "no-worker"
+        seam.unrestrict(plugin, output)
+        assert output.loose_restrictions
+        assert output.worker_restrictions == {a.address}
+        s.transitions({future.key: "processing"}, stimulus_id="test")
+        assert await future == 1
 
 
 def test_inputs_under_way_are_not_all_looked_at_when_one_ends():

@@ -14,7 +14,8 @@ from distributed.shuffle._exceptions import ShuffleClosedError
 from distributed.shuffle._limiter import ResourceLimiter
 
 from dask_gpurt.errors import LostData
-from dask_gpurt.shuffle.counters import RESTARTED, ShuffleCounters
+from dask_gpurt.shuffle import counters as module_of_counters
+from dask_gpurt.shuffle.counters import RESTARTED, RESTARTED_SECONDS, ShuffleCounters
 from dask_gpurt.shuffle.protocol.messages import Amend, BarrierAnswer, OutputOpened, Reopen, Valid
 from dask_gpurt.shuffle.protocol.recovery import Counting, State, Validity, origin, shard_id
 from dask_gpurt.shuffle.rows import coalesce, wire
@@ -787,3 +788,15 @@ def test_what_is_known_of_restarts_is_of_the_newest_shuffles() -> None:
     for n in range(RESTARTED):
         counters.restarted(f"last-{n}", 1)
     assert counters.restarted("first", 5) == 1
+
+
+def test_restarts_of_long_ago_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A query of each day has the same shuffle, and a worker lives for months."""
+    now = 1000.0
+    monkeypatch.setattr(module_of_counters.time, "monotonic", lambda: now)
+    counters = ShuffleCounters()
+    assert [counters.restarted("daily", run) for run in (1, 2)] == [1, 2]
+    now += RESTARTED_SECONDS / 2
+    assert counters.restarted("daily", 3) == 3
+    now += RESTARTED_SECONDS / 2
+    assert counters.restarted("daily", 4) == 2
