@@ -11,7 +11,8 @@ run add results; so it is added again until the worker holds nothing of its own 
 begun are asked back, which it answers truthfully.
 
 A task that no other worker may run (``workers=``, resources, all others have left) must not wait for ever: its
-worker is let go, and said so.
+worker is let go, and said so. Where others may run it and none of them runs, they may be paused for good, as by results
+that a client keeps. One worker that would run is then let go, at the second look: most pauses are short.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ class Holds:
         self.held: dict[str, Held] = {}
         #: tasks that were asked back
         self.taken_back = 0
+        #: what tasks waited for at the last look while no worker ran that may do it
+        self._waited: set[tuple[object, ...]] = set()
         self._statuses: StatusChanges | None = None
         self._manager: ActiveMemoryManagerExtension | None = None
 
@@ -145,7 +148,7 @@ class Holds:
     # ------------------------------------------------------------------ while it lasts
 
     def look(self) -> list[str]:
-        """Go on with what is to leave held workers; returns those that a task waits for and nobody else may run."""
+        """Go on with what is to leave held workers; returns those that a task waits for and that are to be let go."""
         for worker in self.held:
             ws = self._scheduler.workers.get(worker)
             if ws is not None:
@@ -193,8 +196,10 @@ class Holds:
             self._manager = None
 
     def _wanted(self) -> list[str]:
-        held = {ws for worker in self.held if (ws := self._scheduler.workers.get(worker)) is not None}
+        workers = self._scheduler.workers
+        held = {ws for worker in self.held if (ws := workers.get(worker)) is not None}
         wanted: set[str] = set()
+        waited, self._waited = self._waited, set()
         # Thousands of tasks may wait, and few for different workers: one look at all workers for each question.
         asked: set[tuple[object, ...]] = set()
         queued = self._scheduler.queued
@@ -209,9 +214,18 @@ class Holds:
             if question in asked:
                 continue
             asked.add(question)
-            able = {ws for ws in self._scheduler.workers.values() if self._may_run(ts, ws)}
-            if able & held and not able - held:
+            able = {ws for ws in workers.values() if self._may_run(ts, ws)}
+            if not able & held:
+                continue
+            if not able - held:
                 wanted |= {ws.address for ws in able}
+            elif able.isdisjoint(self._scheduler.running):
+                self._waited.add(question)
+                # One that is paused itself would run nothing either.
+                would = [one.worker for one in self.held.values() if one.reported == "running"]
+                would = [worker for worker in would if workers.get(worker) in able]
+                if question in waited and wanted.isdisjoint(would):
+                    wanted.update(would[:1])
         return sorted(wanted)
 
     def _may_run(self, ts: TaskState, ws: WorkerState) -> bool:

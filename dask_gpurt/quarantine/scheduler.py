@@ -7,7 +7,8 @@ there is room. A link is never held: its fetches take another holder, and shuffl
 
 What a card, a disk or a checksum has shown does not mend itself: such a worker stays out until somebody releases it,
 also when its nanny starts it again. A slow one is let in after `WARM_UPS` known computations in a row that take as long
-there as elsewhere. A worker that a task waits for, and that nobody else may run, is let go: a cluster must not hang.
+there as elsewhere. A worker is let go if a task waits for it that no other may run, or that no other runs as all are
+paused: a cluster must not hang.
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ class Quarantine(SchedulerPlugin):
                 self._tell("held", why, "is back, and gets no task")
         for worker in holds.look():
             self.counts["let_go"] += 1
-            self._let_go(worker, "works again: a task waits that no other worker may run")
+            self._let_go(worker, "works again: a task waits that no other worker can run")
         self._try_slow_ones(now)
 
     def _take_in(self, worker: str, health: Mapping[str, Any], now: float) -> None:

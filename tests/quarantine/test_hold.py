@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import pytest
 from distributed import Event, Nanny, Worker
@@ -16,7 +15,6 @@ from dask_gpurt.config import Settings
 from dask_gpurt.extension import GpurtScheduler
 from dask_gpurt.quarantine import scheduler as module
 from dask_gpurt.quarantine.evidence import SLOW_SECONDS
-from dask_gpurt.quarantine.hold import Held, Holds
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -420,23 +418,3 @@ async def test_it_goes_on_while_tasks_come(c: Any, s: Any, *workers: Any) -> Non
             quarantine.release([bad])
         assert await c.gather(more) == [i + 2 for i in range(300)]
         s.validate_state()
-
-
-def test_tasks_that_wait_for_the_same_are_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of thousands was held against each worker, every five seconds, on the scheduler's event loop."""
-    wants = {"loose_restrictions": False, "worker_restrictions": None, "host_restrictions": None}
-    tasks = [mock.Mock(**wants, resource_restrictions={"GPU": 1 + i % 2}) for i in range(100)]
-    workers = {f"w{i}": mock.Mock(address=f"w{i}", resources={"GPU": 1} if i == 0 else {}) for i in range(5)}
-    holds = Holds(mock.Mock(unrunnable=dict.fromkeys(tasks, 0.0), queued=(), workers=workers))
-    holds.held["w0"] = Held("w0", 0.0, "running")
-    looks = 0
-    may_run = holds._may_run
-
-    def counted(*args: Any) -> bool:
-        nonlocal looks
-        looks += 1
-        return may_run(*args)
-
-    monkeypatch.setattr(holds, "_may_run", counted)
-    assert holds._wanted() == ["w0"]
-    assert looks == 2 * len(workers)
