@@ -30,6 +30,8 @@ from dask_gpurt.model.take_back import take_back
 from dask_gpurt.model.wrapped import StatusChanges
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from distributed import Scheduler
     from distributed.scheduler import TaskState, WorkerState
 
@@ -60,10 +62,14 @@ class Held:
 
 
 class Holds:
-    """The held workers of one scheduler."""
+    """The held workers of one scheduler.
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    `failed` is called, with its exception being handled, when what a worker has could not be made to leave it.
+    """
+
+    def __init__(self, scheduler: Scheduler, failed: Callable[[], None]) -> None:
         self._scheduler = scheduler
+        self._failed = failed
         self.held: dict[str, Held] = {}
         #: tasks that were asked back
         self.taken_back = 0
@@ -161,6 +167,13 @@ class Holds:
         return 0 if ws is None else sum(len(ts.who_has or ()) == 1 and not ts.actor for ts in ws.has_what)
 
     def _drain(self, ws: WorkerState) -> None:
+        # A round of the memory manager runs policies of the user too. One that raises must not undo half of a hold.
+        try:
+            self._take_away(ws)
+        except Exception:
+            self._failed()
+
+    def _take_away(self, ws: WorkerState) -> None:
         held = self.held[ws.address]
         self.taken_back += take_back(self._scheduler, ws)
         if ws.actors:

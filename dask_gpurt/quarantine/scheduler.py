@@ -110,7 +110,7 @@ class Quarantine(SchedulerPlugin):
         SeamMismatch
             This distributed is not one we know. Nothing was changed.
         """
-        holds = Holds(scheduler)
+        holds = Holds(scheduler, lambda: self.guard.failed("drain"))
         holds.check()
         self._scheduler, self._holds = scheduler, holds
         self._arm()
@@ -325,7 +325,9 @@ class Quarantine(SchedulerPlugin):
 
     def _told(self, worker: str, since: float) -> dict[str, Any]:
         assert self._holds is not None
-        return {**_plain(self._why[worker]), "since": since, "only_here": self._holds.unique(worker)}
+        # One without a reason was held by a call that raised before it was noted.
+        why = self._why.get(worker) or Suspect(worker, Cause.ASKED, "reason unknown", "dask gpurt release")
+        return {**_plain(why), "since": since, "only_here": self._holds.unique(worker)}
 
 
 def _plain(suspect: Suspect) -> dict[str, Any]:

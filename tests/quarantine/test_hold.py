@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from distributed import Event, Nanny, Worker
+from distributed.active_memory_manager import ActiveMemoryManagerPolicy
 from distributed.core import Status
 from distributed.utils_test import NO_AMM, async_poll_for, gen_cluster, inc, slowinc
 
@@ -140,6 +141,28 @@ async def test_a_held_worker_whose_retirement_failed_works_again_once_released(c
         await until(lambda: bad.status is Status.running)
         assert await c.submit(inc, data["x"], workers=[bad.address]) == 2
         s.validate_state()
+
+
+class _Broken(ActiveMemoryManagerPolicy):
+    """A user's, of the cluster's own memory manager."""
+
+    def run(self) -> Any:
+        raise ZeroDivisionError("no good")
+
+
+@gen_cluster(client=True, nthreads=THREE, config={"distributed.scheduler.active-memory-manager.interval": "1h"})
+async def test_a_memory_manager_that_raises_leaves_no_hold_half_done(c: Any, s: Any, *workers: Any) -> None:
+    async with guarded(s) as quarantine:
+        bad = workers[0].address
+        data = await c.scatter([1, 2], workers=[bad])
+        s.extensions["amm"].add_policy(_Broken())
+        assert quarantine.hold([bad], "fan failed") == [bad]
+        assert quarantine.statistics()["held"][bad]["found"] == "fan failed"
+        assert quarantine.guard.parts["drain"].failures == 1
+        quarantine.look()
+        assert await c.gather(data) == [1, 2]
+        quarantine._why.clear()
+        assert quarantine.statistics()["held"][bad]["found"] == "reason unknown"
 
 
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2, config=NO_AMM)

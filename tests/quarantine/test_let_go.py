@@ -23,7 +23,7 @@ class Script:
     def __init__(self) -> None:
         self.workers = {name: mock.Mock(address=name, resources={"GPU": 1}) for name in "abcd"}
         self.scheduler = mock.Mock(workers=self.workers, queued=(), running=set(), unrunnable={self.task(): 0.0})
-        self.holds = Holds(self.scheduler)
+        self.holds = Holds(self.scheduler, mock.Mock())
         self.holds.held.update({name: Held(name, 0.0, "running") for name in "ab"})
 
     def task(self, **wants: Any) -> Any:
@@ -97,7 +97,7 @@ def test_tasks_that_wait_for_the_same_are_one_question(monkeypatch: pytest.Monke
     """Each of thousands was held against each worker, every five seconds, on the scheduler's event loop."""
     tasks = [mock.Mock(**WANTS, resource_restrictions={"GPU": 1 + i % 2}) for i in range(100)]
     workers = {f"w{i}": mock.Mock(address=f"w{i}", resources={"GPU": 1} if i == 0 else {}) for i in range(5)}
-    holds = Holds(mock.Mock(unrunnable=dict.fromkeys(tasks, 0.0), queued=(), workers=workers))
+    holds = Holds(mock.Mock(unrunnable=dict.fromkeys(tasks, 0.0), queued=(), workers=workers), mock.Mock())
     holds.held["w0"] = Held("w0", 0.0, "running")
     looks = 0
     may_run = holds._may_run
