@@ -14,12 +14,12 @@ numbers, never a TaskState or WorkerState: a log must not keep tasks or dead wor
 
 Cost
 ----
-A record is a plain list, written in about two microseconds. Whatever can be worked out later is: the terms of the cost
-from the views, the times from what the worker reported. Making a list of eleven takes 0.07 us, an object with slots
-0.6 us, a frozen dataclass 3 us. The numbers of a decision are packed as doubles, not as a tuple per candidate.
-Containers that stay alive make Python collect garbage in the middle of every fortieth decision. Floats that stay alive
-make it ask for memory in every sixtieth. Both were the 99th percentile of decisions. 10,000 rows with ten candidates
-each take about 14 MB.
+A record is a plain list, written in about two microseconds. The terms of the cost are worked out later, from the views.
+Of what the worker reported a few numbers are kept (`decision_record.kept`), which takes 1 us, with 32 transfers 14: its
+list would add 12 kB to a row. Making a list of eleven takes 0.07 us, an object with slots 0.6 us, a frozen dataclass
+3 us. The numbers of a decision are packed as doubles, not as a tuple per candidate. Containers that stay alive make
+Python collect garbage in the middle of every fortieth decision. Floats that stay alive make it ask for memory in every
+sixtieth. Both were the 99th percentile of decisions. 10,000 rows with ten candidates each take about 11 MB.
 """
 
 from __future__ import annotations
@@ -42,16 +42,18 @@ from dask_gpurt.placement.evaluate.decision_record import (
     OUTCOME,
     QUEUE,
     REPORT,
+    REPORTER,
     ROOTS,
     SHADOW,
     STOCK,
     STOLEN_BYTES,
     TIME,
+    TRANSFER,
     VICTIM,
     WORKER,
     Detail,
+    kept,
     pack,
-    transfer_seconds,
 )
 
 if TYPE_CHECKING:
@@ -148,7 +150,7 @@ class DecisionLog:
             row[FINISHED] = max(_time(), row[TIME])  # the clock may have been set back
             row[OUTCOME] = outcome
             if outcome == "memory":
-                row[REPORT] = (report.get("startstops") or (), report.get("nbytes"), report.get("worker"))
+                row[REPORT] = kept(report)
 
     def restarted(self) -> None:
         """Complete all rows: the scheduler has forgotten all tasks, without transitions."""
@@ -250,7 +252,7 @@ class DecisionLog:
             if row[KIND] != COST or row[OUTCOME] != "memory":
                 continue
             found = Detail(row)
-            if row[REPORT][2] != found.address(found.choice):
+            if row[REPORT][REPORTER] != found.address(found.choice):
                 continue
             t = found.terms(found.choice)
             predicted.append(found.finish_seconds(t))
@@ -258,7 +260,7 @@ class DecisionLog:
             if len(newest) < NEWEST:
                 view = found.view(found.choice)
                 newest.append([predicted[-1], actual[-1], view.near_bytes + view.far_bytes])
-            transfer = transfer_seconds(row[REPORT][0])
+            transfer = row[REPORT][TRANSFER]
             if transfer is not None:
                 errors.append(abs(t["inputs"] - transfer))
             if len(predicted) >= CALIBRATED:

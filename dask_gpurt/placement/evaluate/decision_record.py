@@ -1,6 +1,6 @@
 """The record of one decision: its layout in a row of `decision_log`, and how it is read.
 
-`pack` writes it on the hot path. `Detail`, `candidates`, `predicted` and `actual` read it on request.
+`pack` and `kept` write it on the hot path. `Detail`, `candidates`, `predicted` and `actual` read it on request.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ QUEUE = "queue"
 
 # The places in a row.
 KEY, KIND, TIME, DETAIL, WORKER, ASSIGNED, VICTIM, STOLEN_BYTES, FINISHED, OUTCOME, REPORT = range(11)
+# The places in what is kept of a worker's report.
+BEGAN, COMPUTE, TRANSFER, NBYTES, REPORTER = range(5)
 #: index in the row of a decision by cost from which on it has what `pack` returned: one container less to keep alive
 PACKED = 11
 
@@ -87,11 +89,20 @@ def pack(
     )
 
 
+def kept(report: Mapping[str, Any]) -> tuple[float | None, float | None, float | None, int | None, str | None]:
+    """What is kept of a worker's report: when the computation began, seconds of it and of transfers, bytes, worker."""
+    startstops = report.get("startstops") or ()
+    began = next((s["start"] for s in reversed(startstops) if s["action"] == "compute"), None)
+    seconds, transfer = compute_seconds(startstops), transfer_seconds(startstops)
+    return began, seconds, transfer, report.get("nbytes"), report.get("worker")
+
+
 def transfer_seconds(startstops: Iterable[Mapping[str, Any]]) -> float | None:
     """Seconds in which at least one reported transfer was under way; None when none was reported."""
-    spans = sorted((s["start"], s["stop"]) for s in startstops if s["action"] == "transfer")
+    spans = [(s["start"], s["stop"]) for s in startstops if s["action"] == "transfer"]
     if not spans:
         return None
+    spans.sort()
     seconds, end = 0.0, spans[0][0]
     for start, stop in spans:
         if stop > end:
@@ -208,8 +219,7 @@ def actual(row: list[Any]) -> dict[str, Any] | None:
     """
     if row[WORKER] is None:
         return None
-    startstops, nbytes, worker = row[REPORT] or ((), None, None)
-    began = next((s["start"] for s in reversed(startstops) if s["action"] == "compute"), None)
+    began, seconds, transfer, nbytes, worker = row[REPORT] or (None,) * 5
     finish = None if row[FINISHED] is None else row[FINISHED] - row[TIME]
     wait = None
     if began is not None and finish is not None:
@@ -228,8 +238,8 @@ def actual(row: list[Any]) -> dict[str, Any] | None:
         "assigned": row[ASSIGNED],
         "outcome": row[OUTCOME],
         "wait_seconds": wait,
-        "transfer_seconds": transfer_seconds(startstops),
-        "compute_seconds": compute_seconds(startstops),
+        "transfer_seconds": transfer,
+        "compute_seconds": seconds,
         "finish_seconds": finish,
         "moved_bytes": moved,
         "result_bytes": nbytes,

@@ -13,7 +13,7 @@ from dask_gpurt.placement import statistics
 from dask_gpurt.placement.decide.cost import cost
 from dask_gpurt.placement.evaluate import decision_log
 from dask_gpurt.placement.evaluate.decision_log import DecisionLog
-from dask_gpurt.placement.evaluate.decision_record import Detail, transfer_seconds
+from dask_gpurt.placement.evaluate.decision_record import REPORT, Detail, transfer_seconds
 from tests.placement.fakes import FakeTask, FakeWorker, assign, finish, learn, make_engine
 
 
@@ -234,6 +234,23 @@ def test_it_holds_no_task_and_no_worker() -> None:
         todo += [t for t in gc.get_referents(thing) if type(t).__module__ != "builtins" or not callable(t)]
     assert {"dict", "Link"} <= kinds
     assert "WorkerInfo" not in kinds
+
+
+def test_what_a_worker_reported_is_kept_as_a_few_numbers() -> None:
+    """Its list of times, with 32 sources, is ten times as large as the rest of a row."""
+    log = DecisionLog()
+    transfers = [{"action": "transfer", "start": 1.0 + i, "stop": 2.0 + i, "source": "a"} for i in range(32)]
+    report = {
+        "startstops": [*transfers, {"action": "compute", "start": 40.0, "stop": 42.0}],
+        "worker": "b",
+        "nbytes": 8,
+    }
+    log.assigned("x-1", "b")
+    log.finished("x-1", "memory", report)
+    assert log._rows["x-1"][REPORT] == (40.0, 2.0, 32.0, 8, "b")
+    log.assigned("x-2", "b")
+    log.finished("x-2", "memory", {})
+    assert log._rows["x-2"][REPORT] == (None, None, None, None, None)
 
 
 def test_transfers_that_overlap_count_once() -> None:
