@@ -169,7 +169,7 @@ class RootQueue:
                 self._send(ts, ws, stimulus_id)
         while idle and queued:
             ts = queued.peek()
-            threads = bool(first_deal and given and self._waits(ts))
+            threads = bool(first_deal and given and self._ask(self._waits, False, ts))
             if threads and not any(map(_has_thread, idle)):
                 return
             if self._ask(self._held, False, ts):
@@ -219,7 +219,7 @@ class RootQueue:
         """Send a queued task to a worker, or to its `home`; False when it is still queued."""
         home = self._ask(self._home, None, ts)
         if home is not None:
-            self._log.root(ts.key, home.address, HOME)
+            self._ask(self._log.root, None, ts.key, home.address, HOME)
         self._chosen.append(home or ws)
         try:
             self.scheduler.transitions({ts.key: "processing"}, stimulus_id)

@@ -14,6 +14,7 @@ from dask_gpurt.placement.decide.root_cuts import Member
 from dask_gpurt.placement.decide.root_dispatch import RootDispatch
 from dask_gpurt.placement.decide.steal_policy import STOCK
 from dask_gpurt.placement.engine import Engine
+from dask_gpurt.placement.evaluate.decision_log import DecisionLog
 from dask_gpurt.simulate import simulate
 from dask_gpurt.simulate.shapes import build
 from tests.placement.fakes import FakeTask, FakeWorker, assign, finish, learn, make_engine
@@ -451,6 +452,34 @@ def test_an_exception_in_dealing_does_no_harm(monkeypatch: pytest.MonkeyPatch, o
     assert result.executed - result.wasted == len(workload.tasks), "all of them, each once"
     assert result.statistics["fallbacks"]["roots"]["exception"] == len(calls)
     assert f"{name} is broken" in result.statistics["last_traceback"]
+
+
+@pytest.mark.parametrize(("owner", "name"), [(RootBlocks, "waits"), (DecisionLog, "root")])
+def test_an_exception_over_a_queued_root_does_no_harm(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
+    """Slots are filled while a task finishes: what is raised there would have distributed remove its worker."""
+    calls = []
+    stock, seen = getattr(owner, name), {}
+
+    def broken(self: Any, task: Any, *args: Any) -> Any:
+        # Not as the root becomes ready, where all of ours is guarded together.
+        if seen.get(task, task).state == "queued":
+            calls.append(name)
+            raise ZeroDivisionError(f"{name} is broken")
+        return stock(self, task, *args)
+
+    def home(self: RootDispatch, ts: Any) -> Any:
+        seen[ts.key] = ts
+        wanted = owner is DecisionLog and ts.state == "queued"
+        return next(iter(self._tables.scheduler.running)) if wanted else None
+
+    monkeypatch.setattr(owner, name, broken)
+    monkeypatch.setattr(RootDispatch, "home", home)
+    monkeypatch.setattr(circuit_breaker, "LIMIT", 10**6)
+    workload, cluster = build("straggler", workers=8)
+    result = simulate(workload, cluster, "gpurt")
+    assert calls
+    assert result.executed - result.wasted == len(workload.tasks), "all of them, each once"
+    assert result.statistics["fallbacks"]["roots"]["exception"] == len(calls)
 
 
 def test_with_books_that_failed_dask_deals_roots_and_steals() -> None:
