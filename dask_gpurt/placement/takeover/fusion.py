@@ -18,7 +18,7 @@ The same key twice
     A key may now have other inputs than in a graph that came before, as of another client. The scheduler has that task
     already, with all that it needs, so what the new graph says of it is left out, with what only that needs
     (`_forget_known`). Stock would keep the tasks below it for good, as nothing asks for them. After `uninstall` that
-    goes on until the fused graphs have ended.
+    goes on until the fused graphs have ended, or by the next `Fusion` of the scheduler.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
     from dask.typing import Key
-    from distributed.scheduler import TaskState
+    from distributed.scheduler import Scheduler, TaskState
 
     from dask_gpurt.placement.takeover.seam import Seam
 
@@ -49,6 +49,8 @@ WAITS = [{"type": "low-level-graph"}]
 SHARED_SECONDS = 600.0
 #: states of a task whose result is still to come
 _TO_COME = frozenset(("no-worker", "processing", "queued", "waiting"))
+#: the scheduler's method that takes in a graph, and the attribute with which ours refers to its `_States`
+_NOTE, _STATES = "_generate_taskstates", "gpurt_states"
 #: what is in the place of Dask's function
 _ours: Callable[..., Any] | None = None
 #: the graph that is being made, if it is to be fused
@@ -76,19 +78,19 @@ class Fusion:
         self._seam = seam
         self._part = seam.part("fusion")
         self._active = active
-        make, note = "_materialize_graph", "_generate_taskstates"
+        make = "_materialize_graph"
         require_call(getattr(module, make, None), f"distributed.scheduler.{make}", None, validate=False)
-        require_call(getattr(self.scheduler, note, None), f"Scheduler.{note}", keys=(), dsk={}, computation=None)
-        self._graphs = _Graphs(self)
-        self._states = _States(self)
+        require_call(getattr(self.scheduler, _NOTE, None), f"Scheduler.{_NOTE}", keys=(), dsk={}, computation=None)
         #: graphs with fewer tasks, and tasks that were left out
         self.graphs = self.spared = 0
         #: times that a graph had steps in common with one that ran, while graphs were fused
         self.shared = 0
         #: those that run, and some that have ended
-        self.running: list[_Request] = []
+        self.running: list[_Request] = _States.succeeded(self.scheduler)
         #: monotonic seconds from which on graphs are fused
         self._again = -math.inf
+        self._graphs = _Graphs(self)
+        self._states = _States(self)
 
     def install(self) -> None:
         """Fuse the graphs that come from now on."""
@@ -235,7 +237,20 @@ class _States(Wrapped):
     def __init__(self, fusion: Fusion) -> None:
         self._fusion = fusion
         self._leaves = False
-        super().__init__(fusion.scheduler, "_generate_taskstates")
+        super().__init__(fusion.scheduler, _NOTE)
+        vars(self._ours)[_STATES] = self
+
+    @staticmethod
+    def succeeded(scheduler: Scheduler) -> list[_Request]:
+        """End the one that an earlier `Fusion` has left behind, and return the graphs that it waits for.
+
+        Covered by the next one it could not go, and each `Fusion` that comes while a graph runs would add a layer.
+        """
+        states = getattr(vars(scheduler).get(_NOTE), _STATES, None)
+        if states is None:
+            return []
+        states.uninstall()
+        return [one for one in states._fusion.running if one.runs()]
 
     def _wrap(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         def generate(keys: Any, dsk: dict[Any, Any], computation: Any) -> Any:

@@ -174,6 +174,29 @@ async def test_removed_while_a_fused_graph_runs(c: Client, s: Scheduler, *worker
 
 
 @gen_cluster(client=True)
+async def test_removed_and_put_back_while_a_fused_graph_runs(c: Client, s: Scheduler, *workers: Any) -> None:
+    """Each time the one before was covered for good, and each graph went through all of them."""
+    plugin = await install(s)
+    with no_collision():
+        first = asked(c, late().y.sum())
+        await until(lambda: s.tasks)
+        for _ in range(3):
+            plugin.uninstall()
+            await plugin.start(s)
+        ours = vars(s)["_generate_taskstates"]
+        assert ours.__wrapped__ == type(s)._generate_taskstates.__get__(s)
+        second = c.compute(late().y.sum())
+        third = asked(c, late().y.sum(), late().y.max())
+        await until(lambda: len(s.clients[c.id].wants_what) == 2)
+        await Event("go").set()
+        assert await c.gather([*first, second, *third]) == [TOTAL, TOTAL, TOTAL, 18]
+        del first, second, third
+        await until(lambda: not s.tasks)
+    plugin.uninstall()
+    assert "_generate_taskstates" not in vars(s)
+
+
+@gen_cluster(client=True)
 async def test_graphs_side_by_side_with_common_steps_end_it(c: Client, s: Scheduler, *workers: Any) -> None:
     """Dask runs what they share once. That is found out once, and from then on Dask's way holds for a while."""
     plugin = await install(s)
