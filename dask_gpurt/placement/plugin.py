@@ -188,7 +188,6 @@ class PlacementPlugin(SchedulerPlugin):
         if self.engine is None or self.seam is None:
             return {"installed": False}
         parts = self.seam.parts
-        fallbacks = {name: dict(p.fallbacks) for name, p in parts.items() if p.fallbacks}
         return {
             "installed": True,
             "overrides": list(self.seam.installed),
@@ -207,7 +206,7 @@ class PlacementPlugin(SchedulerPlugin):
             "fusion": {} if self.fusion is None else self.fusion.statistics(),
             "messages_early": 0 if self.messages is None else self.messages.early,
             "routes_shortened": 0 if self.routes is None else self.routes.shortened,
-            "fallbacks": fallbacks,
+            "fallbacks": self.counts()["fallbacks"],
             "exceptions": sum(p.fallbacks["exception"] for p in parts.values()),
             "last_traceback": next((p.last_traceback for p in parts.values() if p.last_traceback), None),
             "retired": {name: p.retired for name, p in parts.items() if p.retired is not None},
