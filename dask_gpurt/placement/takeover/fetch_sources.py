@@ -13,6 +13,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from dask_gpurt.model.wrapped import Wrapped
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -26,37 +28,36 @@ logger = logging.getLogger("distributed.scheduler.gpurt")
 NAME = "_task_to_msg"
 
 
-class FetchSources:
+class FetchSources(Wrapped):
     """Overrides how one scheduler lists the holders of inputs in its messages to workers."""
 
     def __init__(self, scheduler: Scheduler, guard: Guard, zones: Zones) -> None:
-        self.scheduler = scheduler
         self.guard = guard
         self.zones = zones
         #: lists that were shortened
         self.shortened = 0
-        self._ours: Callable[..., object] | None = None
+        super().__init__(scheduler, NAME)
 
     def install(self) -> None:
         """Take over, unless something else has."""
-        scheduler = self.scheduler
-        if NAME in scheduler.__dict__:
+        if self._had:
             logger.info("placement: Scheduler.%s is overridden; workers fetch from any holder", NAME)
-            return
-        part = self.guard.part(NAME)
-        stock = getattr(type(scheduler), NAME).__get__(scheduler)
-        zones = self.zones
+        else:
+            super().install()
+
+    def _wrap(self, stock: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+        part, zones = self.guard.part(NAME), self.zones
 
         def _task_to_msg(ts: TaskState) -> dict[str, Any]:
             msg = stock(ts)
-            if part.retired is None and zones.several:
+            if self._active and part.retired is None and zones.several:
                 try:
                     self._shorten(msg, ts.processing_on.address)
                 except Exception:
                     self.guard.failed(NAME)
             return msg
 
-        self._ours = scheduler.__dict__[NAME] = _task_to_msg
+        return _task_to_msg
 
     def _shorten(self, msg: dict[str, Any], address: str) -> None:
         by_address = self.zones.by_address
@@ -73,10 +74,7 @@ class FetchSources:
 
     def uninstall(self) -> None:
         """Restore the scheduler's own method. An override put over it since is left, with a warning."""
-        ours, self._ours = self._ours, None
-        if ours is None:
-            return
-        if self.scheduler.__dict__.get(NAME) is ours:
-            del self.scheduler.__dict__[NAME]
-        else:
+        was_active = self._active
+        super().uninstall()
+        if was_active and NAME in self._place:
             logger.warning("Scheduler.%s was overridden after placement took it over; left as it is", NAME)
