@@ -13,7 +13,7 @@ of the frame, which costs a percent or so. Where its two ends say that nothing i
 codec has to win by `MARGIN`. A sample is faster than the whole: it lies in the processor's cache, and does not wait.
 So C and D are corrected by what compressing really took in comparison, learned per codec (`Chooser.learn`): 2 on a
 quiet machine, 5 on one whose cores are all busy with tasks. zstd is sampled only where the tier is slow enough for it
-to have a chance. Frames below `SAMPLED` bytes are never worth a look.
+to have a chance. Frames below `SAMPLED` bytes are not worth a look, but where room is short (`least_room`).
 
 A compressed frame is a row of blocks of up to 1 MiB, each behind four bytes of length (the top bit: stored as it is).
 So it streams in both directions, needs no second buffer of the size of the frame to be made, and cannot grow by more
@@ -53,6 +53,8 @@ MARGIN = 0.92
 ZSTD_CEILING = 0.5e9
 #: what is assumed of a tier before its first transfer; no codec is near it
 _UNKNOWN = 1e9
+#: seconds per byte of a tier where room is all that counts
+_DEAR = 1.0
 #: a frame that shrinks below this share of its bytes is looked at once more before its codec counts as slow
 LITTLE = 0.1
 _BLOCK = 1 << 20
@@ -200,21 +202,30 @@ class Chooser:
         self.slowdown = dict.fromkeys(installed() if setting == "auto" else [], SLOWDOWN)
         self._lock = threading.Lock()
 
-    def choose(self, frame: memoryview, write: float | None, read: float | None) -> Choice:
+    @property
+    def can_compress(self) -> bool:
+        """Some frames may come out smaller."""
+        return self.setting not in ("auto", "none") or bool(self.slowdown)
+
+    def choose(self, frame: memoryview, write: float | None, read: float | None, *, least_room: bool = False) -> Choice:
         """How to store a frame.
 
         Parameters
         ----------
         write, read
             Bytes per second of the tier; None when not known, infinite where nothing of the kind is done.
+        least_room
+            ``auto`` takes what makes it smallest, however long that takes.
         """
         if self.setting == "none":
             return Choice("")
         if self.setting != "auto":
             return Choice(self.setting if frame.nbytes >= LEAST else "")
-        if frame.nbytes < self.sampled:
+        if frame.nbytes < (LEAST if least_room else self.sampled):
             return Choice("")
         per_byte = 1 / (write or _UNKNOWN) + 1 / (read or write or _UNKNOWN)
+        if least_room:
+            per_byte = _DEAR
         best, best_seconds = Choice(""), MARGIN * per_byte
         for name, slowdown in self.slowdown.items():
             if name == "zstd" and per_byte < 2 / ZSTD_CEILING:

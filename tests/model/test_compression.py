@@ -91,6 +91,8 @@ def test_auto_compresses_where_it_is_faster() -> None:
     assert chooser.choose(text, 1e6, 1e6).codec == "zstd", "the disk is slow, so the ratio decides"
     assert chooser.choose(text, 50e9, 50e9).codec == "", "no codec is that fast"
     assert chooser.choose(text[:1000], 20e6, 20e6).codec == "", "not worth a look"
+    assert chooser.choose(text[:10_000], 50e9, 50e9, least_room=True).codec == "zstd", "room is all that counts"
+    assert chooser.choose(dense.data, 1.0, 1.0, least_room=True).codec == ""
     assert compression.Chooser("none").choose(text, 1.0, 1.0).codec == ""
     assert compression.Chooser("lz4").choose(text, 50e9, 50e9).codec == "lz4"
 

@@ -205,6 +205,110 @@ def test_quota_counts_what_is_deleted(tmp_path: Any) -> None:
     disk.close()
 
 
+def half_noise(megabytes: int) -> np.ndarray[Any, Any]:
+    """Half of it shrinks to nothing."""
+    noise = value(7, megabytes << 20).reshape(-1, 1 << 19)
+    noise[::2] = 0
+    return noise.ravel()
+
+
+def read_back(handle: DiskHandle) -> bytes:
+    return bytes(handle.load_part(0)[0][0])
+
+
+needs_lz4 = pytest.mark.skipif("lz4" not in compression.installed(), reason="needs lz4")
+
+
+@needs_lz4
+@pytest.mark.parametrize("codec", ["auto", "lz4"])
+@pytest.mark.parametrize("small_bytes", [0, 8 << 20], ids=["file", "segment"])
+def test_what_fits_when_compressed_is_taken(tmp_path: Any, codec: str, small_bytes: int) -> None:
+    """Room was asked for as many bytes as it has in memory, so ``max-spill`` was full where Dask's is not."""
+    disk = DiskTier(str(tmp_path / "t"), limit_bytes=5 << 19, codec=codec, small_bytes=small_bytes)
+    data = half_noise(4)
+    handle = disk.write([(0, [data])])
+    assert read_back(handle) == data.tobytes()
+    assert handle.nbytes == disk.used_bytes == disk.quota.used_bytes < 5 << 19
+    files = disk.files()
+    with pytest.raises(TierFull, match="would pass the limit"):
+        disk.write([(0, [data])])
+    assert disk.files() == files
+    assert disk.quota.used_bytes == handle.nbytes
+    disk.free(handle)
+    assert disk.quota.used_bytes == disk.used_bytes == disk._in_flight.nbytes == 0
+    disk.close()
+
+
+@needs_lz4
+def test_values_are_made_small_once_half_of_the_room_is_used(tmp_path: Any) -> None:
+    """Ten of these fit into Dask's ``max-spill``. A fast disk got five of them as they are, and took no more."""
+    disk = DiskTier(str(tmp_path / "t"), limit_bytes=2_400_000, codec="auto")
+    disk.ways.past.write.add(1 << 40, 1.0)
+    values = [np.random.default_rng(i).integers(0, 1000, 50_000, "i8") for i in range(10)]
+    handles = [disk.write([(0, [v])]) for v in values]
+    assert disk.compressed_frames["none"] == 2
+    for handle, data in zip(handles, values, strict=True):
+        assert read_back(handle) == data.tobytes()
+    disk.close()
+
+
+@needs_lz4
+def test_frames_that_are_not_worth_a_look_are_made_small_where_room_is_short(tmp_path: Any) -> None:
+    disk = DiskTier(str(tmp_path / "t"), limit_bytes=40_000, codec="auto")
+    handles = [disk.write([(0, [np.full(20_000, i, "u1")])]) for i in range(20)]
+    assert [h.nbytes for h in handles[:1]] == [20_000]
+    assert disk.used_bytes < 40_000
+    assert read_back(handles[-1]) == b"\x13" * 20_000
+    disk.close()
+
+
+@needs_lz4
+def test_bytes_that_were_written_do_not_count_twice(tmp_path: Any) -> None:
+    """The system counts them, and they were counted as on their way until the file was complete."""
+    total = 3 << 20
+
+    def space(real: Any, fd: int) -> SimpleNamespace:
+        used = sum(os.stat(name, dir_fd=fd).st_size for name in os.listdir(fd))
+        return SimpleNamespace(f_frsize=4096, f_bavail=(total - used) // 4096)
+
+    system = FaultyOs()
+    system.always["statvfs"] = space
+    disk = DiskTier(str(tmp_path / "t"), reserve_bytes=1, codec="auto", os_layer=system)
+    free: list[int] = []
+    system.always["rename"] = lambda real, *a, **k: free.append(disk.free_bytes()) or real(*a, **k)
+    data = half_noise(4)
+    handle = disk.write([(0, [data])])
+    assert read_back(handle) == data.tobytes()
+    assert free[0] >= total - handle.nbytes - 3 * 4096
+    disk.close()
+
+
+@needs_lz4
+def test_a_disk_that_turns_out_full_gets_what_fits_when_compressed(tmp_path: Any) -> None:
+    """As by a quota of its user's, which nothing tells before. What a named codec made is not written twice."""
+
+    def full(real: Any, fd: int, buffers: list[memoryview], at: int) -> int:
+        if at + sum(b.nbytes for b in buffers) > 3 << 20:
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        return int(real(fd, buffers, at))
+
+    system = FaultyOs()
+    for codec in ("auto", "lz4"):
+        system.always.clear()
+        disk = DiskTier(str(tmp_path / "t"), codec=codec, os_layer=system)
+        system.always["pwritev"] = full
+        data = half_noise(4)
+        handle = disk.write([(0, [data])])
+        assert read_back(handle) == data.tobytes()
+        opened = system.calls["open"]
+        with pytest.raises(TierFull, match="Disk quota exceeded"):
+            disk.write([(0, [half_noise(8)])])
+        assert system.calls["open"] - opened == (2 if codec == "auto" else 1)
+        assert disk.files() == [handle.name]
+        assert disk.used_bytes == handle.nbytes
+        disk.close()
+
+
 def test_reserve(tmp_path: Any) -> None:
     disk = DiskTier(str(tmp_path / "t"), reserve_bytes=1 << 60)
     with pytest.raises(TierFull, match=r"gpurt\.tiers\.directory"):

@@ -32,7 +32,7 @@ from dask_gpurt.memory.pages import pages
 from dask_gpurt.tiers.storage.disk.direct_io import BLOCK, CHUNK, IOV_MAX, POOL, DirectFile, drop_cache, round_up
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 #: bytes from which on a frame has blocks of its own
 LARGE = 1 << 16
@@ -83,10 +83,21 @@ class FrameWriter:
         Give large frames blocks of their own, and pad the end to a block.
     drop_behind
         Ask the kernel to write and drop what goes through its cache.
+    on_written
+        Called with the bytes that the system has taken, each time.
     """
 
-    def __init__(self, file: DirectFile, start: int = 0, *, align: bool = True, drop_behind: bool = False) -> None:
+    def __init__(
+        self,
+        file: DirectFile,
+        start: int = 0,
+        *,
+        align: bool = True,
+        drop_behind: bool = False,
+        on_written: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
         self._file = file
+        self._on_written = on_written
         self._align = align
         self._drop_behind = drop_behind and not file.direct
         self._start = self._flushed = self._dropped = start
@@ -156,6 +167,7 @@ class FrameWriter:
         if not filled:
             return
         self._file.write([self._chunk[:filled]] if self._chunk is not None else self._views, self._flushed)
+        self._on_written(filled)
         self._views = []
         self._flushed = self.at
         if self._drop_behind and self._flushed - self._dropped >= _WINDOW:

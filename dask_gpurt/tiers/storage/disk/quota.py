@@ -8,9 +8,13 @@ import os
 import secrets
 import shutil
 import threading
+from typing import TYPE_CHECKING
 
 from dask_gpurt.backends.system import System
 from dask_gpurt.errors import TierFull
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
 
 logger = logging.getLogger("distributed.worker.gpurt")
 
@@ -49,6 +53,11 @@ class Quota:
         self.used_bytes = 0
         self._lock = threading.Lock()
 
+    @property
+    def half_used(self) -> bool:
+        """No more is left than is used."""
+        return self.limit_bytes is not None and 2 * self.used_bytes >= self.limit_bytes
+
     def claim(self, nbytes: int) -> None:
         """Count bytes that are about to be written; TierFull when they would pass the limit."""
         with self._lock:
@@ -77,6 +86,45 @@ class InFlight:
         """Count bytes whose write begins; negative ones when it has ended."""
         with self._lock:
             self.nbytes += nbytes
+
+
+class Room:
+    """What one file has claimed, and what of that is on its way. One thread uses it.
+
+    Parameters
+    ----------
+    claim, release
+        As those of `segments.Segments`.
+    """
+
+    def __init__(self, claim: Callable[[int], None], release: Callable[[int], None], in_flight: InFlight) -> None:
+        self._claim = claim
+        self._release = release
+        self._in_flight = in_flight
+        self._claimed = self._coming = 0
+
+    def more(self, nbytes: int) -> None:
+        """Claim that many."""
+        self._claim(nbytes)
+        self._claimed += nbytes
+        self._coming += nbytes
+        self._in_flight.add(nbytes)
+
+    def around(self, pieces: Iterable[memoryview]) -> Iterator[memoryview]:
+        """The same pieces, each claimed before it is given."""
+        for piece in pieces:
+            self.more(piece.nbytes)
+            yield piece
+
+    def written(self, nbytes: int) -> None:
+        """So many are with the file system, which counts them from now on."""
+        self._coming -= nbytes
+        self._in_flight.add(-nbytes)
+
+    def end(self, stored_bytes: int) -> None:
+        """The file is complete and takes so many, or is deleted and takes none."""
+        self._in_flight.add(-self._coming)
+        self._release(self._claimed - stored_bytes)
 
 
 class FolderClosed(OSError):

@@ -8,7 +8,10 @@ allows (`direct_io`), unless the machine has memory to spare (`idle_memory`). Th
 * Files are 0600 below a 0700 folder, under opaque names, made with O_EXCL|O_NOFOLLOW relative to a directory
   descriptor, renamed when complete. Whatever fails, the partial file is unlinked and its bytes are given back.
 * Quota (`Quota`, shared by the folders of a worker) and free space to leave (`reserve_bytes`, by statvfs, writes in
-  flight of all folders on that file system included) are checked before the first byte is written: `TierFull`.
+  flight of all folders on that file system included) are checked before the first byte is written: `TierFull`. Claimed
+  is what a value takes at most. One that does not fit so is made as small as it gets, and claimed piece by piece while
+  it is written. Once half of the room is used, values are made as small as they get at once: Dask's spilling
+  compresses all that shrinks, and must not hold more where room is short.
 * After a crash the folder goes with the worker's local directory, by distributed's lock; so do folders of the user.
 * No fsync for durability: the data need not survive the process. Where ``O_DIRECT`` cannot be had and memory is not
   idle, a large file is synced all the same: only written pages can be dropped, and until then they count as memory.
@@ -23,7 +26,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import itertools
+import math
 import os
 import shutil
 import threading
@@ -46,6 +51,7 @@ from dask_gpurt.tiers.storage.disk.quota import (
     FolderDescriptor,
     InFlight,
     Quota,
+    Room,
     filesystem_of,
     remove_folder,
     reserve_of,
@@ -59,10 +65,14 @@ if TYPE_CHECKING:
     from dask_gpurt.tiers.storage.disk.io_mode import Way
     from dask_gpurt.tiers.storage.handle import Group
 
+    #: the frames of each part of a value
+    _Views = list[tuple[int, list[memoryview]]]
+
 #: a value below this goes to a segment
 SMALL = 1 << 18
 #: a cached write from this size on is synced, so that its pages can be dropped
 _SYNCED = 8 << 20
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DiskTier:
@@ -118,6 +128,8 @@ class DiskTier:
         self.chooser = compression.Chooser(codec)
         #: chooses between past and through the page cache, and knows how fast both are
         self.ways = Ways(idle_memory)
+        #: half of the room is used, so it counts more than time. As the last claim found
+        self._room_is_short = False
         #: of writes past the page cache, in bytes as they lie on disk
         self.write_rate = self.ways.past.write
         #: frames written, by codec
@@ -184,9 +196,11 @@ class DiskTier:
         return free - self._in_flight.nbytes, reserve_of(self.reserve_bytes, free + self.used_bytes)
 
     def _claim(self, nbytes: int) -> None:
+        room = math.inf
         if self.reserve_bytes != 0:
             free, reserve = self._room()
-            if free - reserve < nbytes:
+            room = free - reserve
+            if room < nbytes:
                 raise TierFull(
                     errno.ENOSPC,
                     f"{nbytes} bytes do not fit into the {max(free, 0)} that are free on {self.directory}, of which "
@@ -196,6 +210,7 @@ class DiskTier:
         self.quota.claim(nbytes)
         with self._lock:
             self.used_bytes += nbytes
+        self._room_is_short = self.used_bytes >= room - nbytes or self.quota.half_used
 
     def _release(self, nbytes: int) -> None:
         self.quota.release(nbytes)
@@ -220,22 +235,19 @@ class DiskTier:
         views = [(part, [flat(b) for b in buffers]) for part, buffers in groups]
         total = sum(v.nbytes for _, part in views for v in part)
         write = self._write_record if total < self._small_bytes else self._write_file
-        renewals = self._folder.renewals
         try:
             try:
-                with self._folder:
-                    return write(views)
-            except FileNotFoundError:
-                # Cleaners of temporary folders delete what looks old. Without a folder no value could leave memory any
-                # more, and a worker that is paused for its memory would stay so for good.
-                if not self._folder.renew(renewals):
+                return self._in_folder(write, views)
+            except OSError as e:
+                if e.errno not in _FULL or not self._may_be_smaller(e):
                     raise
-                with self._folder:
-                    return write(views)
+                with contextlib.suppress(TierFull):
+                    return self._in_folder(functools.partial(write, smallest=True), views)
+                raise
         except TierFull:
             raise
         except OSError as e:
-            if e.errno in (errno.ENOSPC, errno.EDQUOT):
+            if e.errno in _FULL:
                 raise TierFull(
                     e.errno,
                     f"{os.strerror(e.errno)} while writing {total} bytes to {self.directory}. The value stays in "
@@ -243,59 +255,78 @@ class DiskTier:
                 ) from e
             raise
 
-    def _write_record(self, views: list[tuple[int, list[memoryview]]]) -> DiskHandle:
+    def _may_be_smaller(self, full: OSError) -> bool:
+        # Where the system itself says that it is full, a codec that was named has done what it can.
+        return self.chooser.can_compress and (isinstance(full, TierFull) or self.chooser.setting == "auto")
+
+    def _in_folder(self, write: Callable[[_Views], DiskHandle], views: _Views) -> DiskHandle:
+        renewals = self._folder.renewals
+        try:
+            with self._folder:
+                return write(views)
+        except FileNotFoundError:
+            # Cleaners of temporary folders delete what looks old. Without a folder no value could leave memory any
+            # more, and a worker that is paused for its memory would stay so for good.
+            if not self._folder.renew(renewals):
+                raise
+            with self._folder:
+                return write(views)
+
+    def _write_record(self, views: _Views, *, smallest: bool = False) -> DiskHandle:
+        smallest = smallest or self._room_is_short
         pieces = []
         for part, buffers in views:
             for view in buffers:
-                codec = self._choose(view, self.ways.past).codec
+                codec = self._choose(view, self.ways.past, smallest).codec
                 stored = list(compression.compress(codec, view)) if codec else [view]
                 whole = xxhash.xxh3_64_intdigest(view) if codec else 0
                 pieces.append(Piece(part, view.nbytes, codec, whole, stored))
         record = self._segments.write(pieces)
         return DiskHandle(self, record, (), record.nbytes)
 
-    def _write_file(self, views: list[tuple[int, list[memoryview]]], *, cached: bool | None = None) -> DiskHandle:
+    def _write_file(self, views: _Views, *, cached: bool | None = None, smallest: bool = False) -> DiskHandle:
         # At most: every frame has a block of its own, and none becomes smaller.
-        most = sum(compression.most_stored(v.nbytes) + (BLOCK if v.nbytes >= LARGE else 0) for _, p in views for v in p)
-        most += BLOCK
-        self._claim(most)
-        self._in_flight.add(most)
+        padding = BLOCK * (1 + sum(v.nbytes >= LARGE for _, part in views for v in part))
+        most = padding + sum(compression.most_stored(v.nbytes) for _, part in views for v in part)
+        room = Room(self._claim, self._release, self._in_flight)
+        room.more(padding if smallest else most)
         name = self._next_name()
         stored = 0
         if cached is None:
             cached = self.ways.cached(most, direct=self.direct)
         try:
-            frames, stored = self._stream(name, views, cached=cached)
+            frames, stored = self._stream(name, views, room, cached=cached, smallest=smallest)
         except BaseException:
             for leftover in (name + ".part", name):
                 with contextlib.suppress(OSError):
                     os.unlink(leftover, dir_fd=self._dir_fd)
             raise
         finally:
-            self._in_flight.add(-most)
-            self._release(most - stored)
+            room.end(stored)
         if cached:
             with self._lock:
                 self.cached_bytes += stored
         return DiskHandle(self, name, frames, stored, cached)
 
     def _stream(
-        self, name: str, views: list[tuple[int, list[memoryview]]], *, cached: bool
+        self, name: str, views: _Views, room: Room, *, cached: bool, smallest: bool
     ) -> tuple[tuple[Frame, ...], int]:
         system = self._os
+        least_room = smallest or self._room_is_short
         partial = name + ".part"
         file = self._open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, cached=cached)
         way = self.ways.through if cached else self.ways.past
         try:
-            writer = FrameWriter(file, drop_behind=not cached)
+            writer = FrameWriter(file, drop_behind=not cached, on_written=room.written)
             timer = compression.Timer()
             try:
                 for part, buffers in views:
                     for view in buffers:
-                        choice = self._choose(view, way)
+                        choice = self._choose(view, way, least_room)
                         codec, before = choice.codec, timer.inside
                         whole = timer.call(xxhash.xxh3_64_intdigest, view) if codec else 0
                         pieces = timer.around(compression.compress(codec, view)) if codec else [view]
+                        pieces = room.around(pieces) if smallest else pieces
                         large = view.nbytes >= LARGE
                         writer.frame(part, view.nbytes, codec, pieces, large=large, whole_digest=whole)
                         self.chooser.learn(choice, timer.inside - before)
@@ -316,10 +347,10 @@ class DiskTier:
         flags |= os.O_NOFOLLOW | os.O_CLOEXEC | (O_DIRECT if direct else 0)
         return DirectFile(self._os, self._os.open(name, flags, 0o600, dir_fd=self._dir_fd), direct)
 
-    def _choose(self, view: memoryview, way: Way) -> compression.Choice:
+    def _choose(self, view: memoryview, way: Way, least_room: bool) -> compression.Choice:
         if self.chooser.setting == "none" or view.nbytes < compression.LEAST:
             return compression.Choice("")
-        choice = self.chooser.choose(view, way.write.bytes_per_second, way.read.bytes_per_second)
+        choice = self.chooser.choose(view, way.write.bytes_per_second, way.read.bytes_per_second, least_room=least_room)
         name = choice.codec or "none"
         with self._lock:
             self.compressed_frames[name] = self.compressed_frames.get(name, 0) + 1
