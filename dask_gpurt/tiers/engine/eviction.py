@@ -4,8 +4,8 @@
 are begun as there are writer threads, so each choice is made with the newest knowledge. A victim that was lent to a
 task (`entry`) is first compared with its copy, and the next one ahead of its turn.
 
-A write that fails leaves the value in memory. An object that cannot be encoded is never tried again. After an I/O error
-the key waits 1 s, doubling to 60 s; after three in a row the whole tier waits. Other keys go on meanwhile.
+A write that fails leaves the value in memory. An object that cannot be encoded is never tried again. After any other
+error the key waits, and after several in a row the whole tier (`rests`). Other keys go on meanwhile.
 
 While memory is *relaxed*, nothing prepares for a choice: no order of victims, no next uses, no reading ahead. Memory is
 *pressed* from the time that values fill `NEAR` of what they may. It relaxes when all values are in memory and fill half
@@ -21,16 +21,15 @@ The gate (`memory_gate`) is here because both of its questions are about evictio
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import logging
 import math
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from dask_gpurt.errors import TierFull
 from dask_gpurt.model.events import Event, Sink
-from dask_gpurt.tiers.backoff import BackOff, rest_seconds
 from dask_gpurt.tiers.engine.memory_gate import Gate
+from dask_gpurt.tiers.engine.rests import Rests
 from dask_gpurt.tiers.engine.victims import leaves_before
 from dask_gpurt.tiers.storage.handle import EncodeError, error_kind
 
@@ -59,8 +58,6 @@ DROPS = 1000
 #: for which a value that a task has read is expected to be freed, if no other task here waits for it: the scheduler has
 #: to hear of the task, and to answer
 LEAVING_SECONDS = 0.01
-#: failed writes in a row, of any keys, before the tier as a whole rests
-TIER_FAILURES = 3
 
 
 class Eviction:
@@ -82,10 +79,9 @@ class Eviction:
         self.relaxes = True
         #: called on the loop, soon after `pressed` has changed
         self.on_pressed: list[Callable[[], None]] = []
-        #: (monotonic seconds, serial number, entry): writes that failed wait here
-        self._resting: list[tuple[float, int, Entry]] = []
-        self._serial = itertools.count()
-        self._tier_rest = BackOff(TIER_FAILURES)
+        #: after writes that failed
+        self.rests = Rests()
+        io.on_freed = self._freed
         #: runs when something that rests may be tried again
         self.timer: asyncio.TimerHandle | None = None
         #: bytes that `shrink` still wants out, beyond the budget
@@ -135,7 +131,7 @@ class Eviction:
             self.pressed
             and self.relaxes
             and self.used_bytes <= self._near_bytes / 2
-            and not (self._shrink_bytes or self._writes or self._resting or self._books.absent or len(self.gate))
+            and not (self._shrink_bytes or self._writes or self.rests or self._books.absent or len(self.gate))
         ):
             self.pressed = False
             self._books.end_order()
@@ -192,9 +188,7 @@ class Eviction:
 
     def _balance(self, asked_bytes: int) -> None:
         now = self._books.clock()
-        while self._resting and self._resting[0][0] <= now:
-            rested = heapq.heappop(self._resting)[2]
-            rested.resting = False
+        for rested in self.rests.ended(now):
             self._books.offer(rested)
         victims = self._books.victims
         drops = 0
@@ -202,7 +196,7 @@ class Eviction:
             if drops == DROPS or (self._books.unordered and victims.first() is None):
                 self._go_on_soon()
                 return
-            entry = victims.pop_clean(any_place=self._tier_rest.until > now)
+            entry = victims.pop_clean(any_place=self.rests.tier_until > now)
             if entry is not None:
                 drops += 1
                 if self._books.look_lent(entry):
@@ -216,14 +210,14 @@ class Eviction:
                 return
             if self._compare_next():
                 continue
-            if self._tier_rest.until > now:
-                self._set_timer(self._tier_rest.until - now)
+            if self.rests.tier_until > now:
+                self._set_timer(self.rests.tier_until - now)
                 return
             # Small values only when nothing else is being done about it.
             entry = victims.pop_dirty(small=self._writes == 0)
             if entry is None:
-                if self._resting:
-                    self._set_timer(self._resting[0][0] - now)
+                if self.rests:
+                    self._set_timer(self.rests.next_end - now)
                 return
             self._start_write(entry)
         if not self._writes:
@@ -365,8 +359,7 @@ class Eviction:
         else:
             handle, cost = future.result()
             self._counters.written(cost)
-            self._tier_rest.failures = 0
-            entry.failures = 0
+            self.rests.succeeded(entry)
             if entry.gone:
                 self._io.free(handle)
             else:
@@ -396,16 +389,21 @@ class Eviction:
             return
         kind = error_kind(error)
         self._counters.write_errors[kind] += 1
-        entry.failures += 1
-        now = self._books.clock()
-        entry.resting = True
-        heapq.heappush(self._resting, (now + rest_seconds(entry.failures), next(self._serial), entry))
+        news = self.rests.failed(entry, self._books.clock(), full=isinstance(error, TierFull))
         self._books.move(entry, "write-failed")
-        # The tier, not a key: trying every key in turn would cost as many failing writes.
-        if self._tier_rest.failed(now) or self._tier_rest.failures == 1:
+        if news:
             message = f"could not write {entry.key!r} ({entry.nbytes} bytes), which stays in memory: {error}"
             logger.warning("%s", message)
             self._sink(Event("tiers.write-failed", message, {"key": str(entry.key), "error": kind}))
+
+    def _freed(self) -> None:
+        # Copies were deleted: a tier that was full has room.
+        wanted = self.rests.freed()
+        for entry in wanted:
+            self._books.offer(entry)
+        if wanted:
+            self.balance()
+            self.gate.wake()
 
     def _set_timer(self, seconds: float) -> None:
         loop = self._io.loop

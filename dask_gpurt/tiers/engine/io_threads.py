@@ -100,6 +100,8 @@ class IoThreads:
         self._idle: asyncio.Future[None] | None = None
         #: copies to be deleted, from the next turn of the loop on
         self._doomed: list[Handle] = []
+        #: called on the loop when copies were deleted; must not raise
+        self.on_freed: Callable[[], None] = lambda: None
         #: writes, reads and deletions under way
         self.in_flight = 0
         #: failures of what is not waited for: deletions, mostly
@@ -166,7 +168,7 @@ class IoThreads:
         doomed, self._doomed = self._doomed, []
         try:
             for at in range(0, len(doomed), _FREED_AT_ONCE):
-                self._hand_over(_free, doomed[at : at + _FREED_AT_ONCE])
+                self._hand_over(_free, doomed[at : at + _FREED_AT_ONCE], done=self.on_freed)
         finally:
             self._end()
 
@@ -175,11 +177,16 @@ class IoThreads:
         if not self.closed:
             self._hand_over(function, *args)
 
-    def _hand_over(self, function: Callable[[*_Ts], object], *args: *_Ts) -> None:
+    def _hand_over(
+        self, function: Callable[[*_Ts], object], *args: *_Ts, done: Callable[[], None] = lambda: None
+    ) -> None:
         self._begin()
 
         def finish(future: Future[Any]) -> None:
-            self._end()
+            try:
+                done()
+            finally:
+                self._end()
             error = future.exception()
             if error is not None:
                 self.failures += 1

@@ -25,6 +25,7 @@ from distributed.utils import DequeHandler
 from dask_gpurt.config import Settings
 from dask_gpurt.errors import LostData, TierFull
 from dask_gpurt.model import compression
+from dask_gpurt.tiers.engine.rests import FULL_SECONDS
 from dask_gpurt.tiers.storage.disk.quota import filesystem_of
 from dask_gpurt.tiers.storage.disk.tier import DiskTier
 from tests.tiers.conftest import FaultyOs, Rig, enospc
@@ -203,6 +204,65 @@ def test_quota_counts_what_is_deleted(tmp_path: Any) -> None:
     assert disk.used_bytes == 0
     disk.probe()
     disk.close()
+
+
+async def fill(rig: Rig, n: int) -> None:
+    """Values of 20 kB, until a disk that takes two of them is full and rests for as long as it ever does."""
+    for i in range(n):
+        rig.store[i] = value(i)
+    for _ in range(20):
+        rig.spill_all()
+        await rig.settle()
+        rig.now = max(rig.now, rig.engine.eviction.rests.tier_until)
+    rig.spill_all()
+    await rig.settle()
+    assert len(set(rig.store.slow) - {"tiny"}) == 2
+    assert rig.engine.eviction.rests.tier_until > rig.now
+
+
+def test_a_full_disk_rests_until_a_copy_is_deleted(run_rig: RunRig) -> None:
+    """It was left alone for up to a minute, while all that asked for room was let in."""
+
+    async def test(rig: Rig) -> None:
+        await fill(rig, 10)
+        gone = list(rig.store.slow)
+        for i in gone:
+            del rig.store[i]
+        await rig.settle()
+        assert len(rig.store.slow) == 2
+        assert not set(gone) & set(rig.store.slow)
+        await all_right(rig, 0)
+
+    run_rig(test, limit_bytes=50_000)
+
+
+def test_a_disk_that_is_full_again_rests_again(run_rig: RunRig) -> None:
+    async def test(rig: Rig) -> None:
+        rig.store["tiny"] = bytes(1000)
+        rig.spill_all()
+        await rig.settle()
+        await fill(rig, 11)
+        errors = rig.engine.counters.write_errors["EDQUOT"]
+        del rig.store["tiny"]
+        for _ in range(20):
+            rig.spill_all()
+            await rig.settle()
+        assert 1 <= rig.engine.counters.write_errors["EDQUOT"] - errors <= 3
+
+    run_rig(test, limit_bytes=50_000, small_bytes=10_000)
+
+
+def test_a_full_disk_that_others_have_emptied_is_found_soon(run_rig: RunRig) -> None:
+    async def test(rig: Rig) -> None:
+        await fill(rig, 10)
+        assert rig.engine.counters.write_errors["EDQUOT"] > 10
+        rig.disk.quota.limit_bytes = None
+        rig.now += FULL_SECONDS
+        rig.engine.eviction.on_timer()
+        await rig.settle()
+        assert len(rig.store.slow) == 10
+
+    run_rig(test, limit_bytes=50_000)
 
 
 def half_noise(megabytes: int) -> np.ndarray[Any, Any]:
