@@ -247,9 +247,13 @@ class Eviction:
         self._writes -= 1
         if not entry.gone:
             # One that cannot be encoded any more is not the same; the write that follows says why.
-            same = future.exception() is None and future.result()
-            if same:
+            error = future.exception()
+            if isinstance(error, MemoryError):  # nothing is known: its copy may be all that can be had of it
+                entry.lent = True
+                self.rests.compare_failed(entry, self._books.clock())
+            elif error is None and future.result():
                 self._counters.unchanged += 1
+                entry.failures = 0
             else:
                 self._forget_copy(entry)
             self._books.move(entry, "kept")

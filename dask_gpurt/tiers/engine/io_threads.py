@@ -24,7 +24,7 @@ from distributed.threadpoolexecutor import ThreadPoolExecutor
 
 from dask_gpurt.errors import CorruptData
 from dask_gpurt.memory.arenas import arenas
-from dask_gpurt.tiers.storage.handle import EncodeError, Handle, IoCost, is_copy
+from dask_gpurt.tiers.storage.handle import EncodeError, Group, Handle, IoCost, is_copy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -272,21 +272,34 @@ def _free(handles: Sequence[Handle]) -> None:
 
 def _is_copy(handle: Handle, account: Account, value: object, parts: Sequence[int] | None) -> bool:
     arenas.mark()
-    return is_copy(handle, account.codec.encode(value, parts))
+    return is_copy(handle, _encode(account, value, parts))
 
 
 def _write(tier: StorageTier, account: Account, value: object, parts: Sequence[int] | None) -> tuple[Handle, IoCost]:
     start = time.perf_counter()
     arenas.mark()
-    try:
-        groups = account.codec.encode(value, parts)
-    except MemoryError:  # says nothing about the object: try again later
-        raise
-    except BaseException as e:  # a panic of an extension in Rust is no `Exception`
-        raise EncodeError from e
+    groups = _encode(account, value, parts)
     middle = time.perf_counter()
     handle = tier.write(groups)
     return handle, IoCost(handle.nbytes, time.perf_counter() - middle, middle - start)
+
+
+def _encode(account: Account, value: object, parts: Sequence[int] | None) -> list[Group]:
+    try:
+        return account.codec.encode(value, parts)
+    except BaseException as e:  # a panic of an extension in Rust is no `Exception`
+        # It says nothing about the object: try again later. Dask's serialization raises something else from it.
+        if _has_memory_error(e):
+            raise MemoryError("there was too little memory to encode a value") from e
+        raise EncodeError from e
+
+
+def _has_memory_error(error: BaseException | None) -> bool:
+    seen: list[BaseException] = []  # user code may have made it a cause of itself
+    while error is not None and not isinstance(error, MemoryError) and error not in seen:
+        seen.append(error)
+        error = error.__cause__ or error.__context__
+    return isinstance(error, MemoryError)
 
 
 def read_value(handle: Handle, account: Account) -> tuple[Any, IoCost]:

@@ -61,6 +61,10 @@ class Rests:
             self._tier.until = min(self._tier.until, now + FULL_SECONDS)
         return first
 
+    def compare_failed(self, entry: Entry, now: float) -> None:
+        """It could not be compared with its copy. That says nothing about the tier."""
+        self._rest(entry, now, full=False)
+
     def _rest(self, entry: Entry, now: float, *, full: bool) -> None:
         entry.failures += 1
         entry.resting = True

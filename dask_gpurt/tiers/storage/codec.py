@@ -71,6 +71,8 @@ class PickleCodec:
             first, second = second, first
         try:
             frames = first(value)
+        except MemoryError:  # the other way would take as much
+            raise
         except Exception:
             # The families know types that pickle does not, and the reverse; what the second raises is the answer.
             frames = second(value)

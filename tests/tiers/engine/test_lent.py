@@ -14,6 +14,7 @@ from distributed import Client, LocalCluster, wait
 from dask_gpurt.tiers.engine import io_threads, loading
 from dask_gpurt.tiers.engine.entry import Entry, State
 from dask_gpurt.tiers.engine.io_threads import read_value
+from dask_gpurt.tiers.storage.codec import PickleCodec
 from tests.tiers.storage.test_faults import LAYOUTS, every_layout
 
 if TYPE_CHECKING:
@@ -371,6 +372,41 @@ def test_a_changed_value_that_cannot_be_written_stays(run_rig: Callable[..., Non
         await spill(rig)
         assert rig.store.entry("x").state is State.RESIDENT
         assert len(rig.store["x"]) == 2
+
+    run_rig(test)
+
+
+@pytest.mark.parametrize("changed", [0, 1])
+def test_too_little_memory_to_compare_keeps_the_copy(
+    run_rig: Callable[..., None], monkeypatch: pytest.MonkeyPatch, changed: int
+) -> None:
+    """It was deleted, and the write that followed failed as well: the value could leave no more."""
+
+    async def test(rig: Rig) -> None:
+        rig.store["x"] = np.zeros(20_000)
+        await spill(rig)
+        await change(rig, "x", changed)
+        files = rig.disk.files()
+        asked: list[object] = []
+
+        def encode(self: object, value: object, parts: object = None) -> Any:
+            asked.append(value)
+            raise MemoryError("no")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(PickleCodec, "encode", encode)
+            for _ in range(3):
+                await spill(rig)
+        assert len(asked) == 1, "it rests"
+        del asked[:]
+        assert rig.disk.files() == files
+        assert rig.store.entry("x").state is State.RESIDENT
+        assert not rig.store.entry("x").clean
+        rig.now += 2
+        await spill(rig)
+        assert "x" in rig.store.slow
+        assert rig.engine.counters.unchanged == 1 - changed
+        assert value_of(rig, "x") == changed
 
     run_rig(test)
 

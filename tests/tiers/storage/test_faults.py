@@ -26,6 +26,7 @@ from dask_gpurt.config import Settings
 from dask_gpurt.errors import LostData, TierFull
 from dask_gpurt.model import compression
 from dask_gpurt.tiers.engine.rests import FULL_SECONDS
+from dask_gpurt.tiers.storage.codec import PickleCodec
 from dask_gpurt.tiers.storage.disk.quota import filesystem_of
 from dask_gpurt.tiers.storage.disk.tier import DiskTier
 from tests.tiers.conftest import FaultyOs, Rig, enospc
@@ -510,6 +511,59 @@ def test_unpicklable_value_stays_and_blocks_nobody(run_rig: RunRig) -> None:
         rig.validate()
 
     run_rig(test)
+
+
+class _Full:
+    """Cannot be pickled for want of memory until it is fed; by what is given, as the memory error is or hidden."""
+
+    fed = True
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def __reduce__(self) -> Any:
+        if _Full.fed:
+            return _Full, (self.how,)
+        try:
+            raise MemoryError("hungry")
+        except MemoryError as e:
+            if self.how == "itself":
+                raise
+            raise TypeError("cannot be pickled") from (e if self.how == "as the cause" else None)
+
+    def __sizeof__(self) -> int:
+        return 100_000
+
+
+@pytest.mark.parametrize("how", ["itself", "as the cause", "as the context"])
+def test_a_value_that_finds_no_memory_to_be_pickled_is_tried_again(
+    run_rig: RunRig, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counted as one that cannot be pickled, and stayed in memory for good."""
+
+    async def test(rig: Rig) -> None:
+        rig.store["k"] = _Full(how)
+        rig.spill_all()
+        await rig.settle()
+        assert len(rig.store.slow) == 0
+        assert rig.engine.counters.write_errors == {"MemoryError": 1}
+        monkeypatch.setattr(_Full, "fed", True)
+        rig.now += 2
+        rig.spill_all()
+        await rig.settle()
+        assert list(rig.store.slow) == ["k"]
+        rig.validate()
+
+    monkeypatch.setattr(_Full, "fed", False)
+    run_rig(test)
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["as it is", "in a list"])
+def test_too_little_memory_to_pickle_is_said(monkeypatch: pytest.MonkeyPatch, nested: bool) -> None:
+    """Dask's families were asked then, which raise something else."""
+    monkeypatch.setattr(_Full, "fed", False)
+    with pytest.raises(MemoryError, match="hungry"):
+        PickleCodec().encode([_Full("itself")] if nested else _Full("itself"))
 
 
 def test_the_log_does_not_keep_what_cannot_be_written(run_rig: RunRig, monkeypatch: Any) -> None:
