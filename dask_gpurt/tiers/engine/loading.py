@@ -54,19 +54,30 @@ class Loading:
         for room in memory first (see `memory_gate`).
         """
         entries = list(entries)
+        ours = await self._bring(entries)
+        # A read that another began may have lacked what there is by now. Once: each that waits tries once.
+        again = [e for e in entries if e not in ours and (e.waiter is not None or _may_pass(e))]
+        if again:
+            await self._bring(again)
+
+    async def _bring(self, entries: list[Entry]) -> set[Entry]:
+        """The entries whose reads this has begun."""
         for entry in entries:
-            if entry.load_error is not None and will_pass(entry.load_error):
+            if _may_pass(entry):
                 entry.load_error = None  # of an earlier try, perhaps one ahead of its use
             if self._loadable(entry):
                 self._revive(entry)
+        ours: set[Entry] = set()
         with await self._eviction.gate.admit(sum(e.nbytes for e in entries if self._loadable(e))):
             for entry in entries:
                 if self._loadable(entry):
                     self._start(entry)
+                    ours.add(entry)
         waiters = {e.waiter for e in entries if e.waiter is not None}
         if waiters:
             # not gather: its cancellation would cancel the futures that others wait for
             await asyncio.wait(waiters)
+        return ours
 
     def prefetch(self, entry: Entry) -> bool:
         """Begin to read what is not needed yet; ask `Eviction.yields` first. False: there was nothing to read."""
@@ -253,6 +264,10 @@ class Loading:
         if (entry.gone or entry.state is State.LOST) and not entry.readers and entry.handle is not None:
             handle, entry.handle = entry.handle, None
             self._io.free(handle)
+
+
+def _may_pass(entry: Entry) -> bool:
+    return entry.load_error is not None and will_pass(entry.load_error)
 
 
 def _once_more(error: BaseException) -> BaseException:

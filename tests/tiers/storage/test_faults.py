@@ -881,6 +881,32 @@ def test_too_little_memory_to_read_is_not_a_loss(run_rig: RunRig, layout: str) -
     run_rig(test, os_layer=system, **LAYOUTS[layout])
 
 
+@pytest.mark.parametrize("tasks", [1, 2])
+def test_a_task_does_not_get_the_error_of_a_read_ahead_of_it(run_rig: RunRig, tasks: int) -> None:
+    """It waited for that read, and failed for what had been short when it began."""
+    system = FaultyOs()
+
+    async def test(rig: Rig) -> None:
+        rig.store[0] = value(0)
+        rig.spill_all()
+        await rig.settle()
+        rig.engine.shrink(0)
+        first = system.calls.get("preadv", 0)
+        for i in range(4):  # the first try and all that come after a pause
+            system.plan["preadv", first + i] = MemoryError("x")
+        entry = rig.store.entry(0)
+        assert rig.engine.loading.prefetch(entry)
+        got = await asyncio.wait_for(asyncio.gather(*(rig.store.ensure([0]) for _ in range(tasks))), 30)
+        np.testing.assert_array_equal(rig.store[0], value(0))
+        assert entry.load_error is None
+        assert rig.engine.counters.cumulative["disk-read", "count"] == 1, "one for all"
+        for pinned in got:
+            rig.store.release(pinned)
+        rig.validate()
+
+    run_rig(test, os_layer=system, small_bytes=0)
+
+
 def test_an_object_that_finds_no_memory_is_tried_again(run_rig: RunRig) -> None:
     async def test(rig: Rig) -> None:
         rig.store["k"] = _Hungry()
