@@ -3,10 +3,11 @@
 The order is the cost of return, cheapest first: a read from a local disk costs a tenth of one from an object store, so
 the store is used when the disk is full or fails. With ``gpurt.tiers.object-use: first`` it is the other way round.
 
-A tier whose writes fail (not one that is full, which knows at once and for free) is set aside: after each failure as
-long as it took to fail, and for one second after `FAILURES` failures in a row, doubling to a minute. A success forgives
-all. When none takes the value, the error of the first one that was asked is raised, and the value stays in memory
-(`eviction` goes on from there).
+A tier whose writes fail is set aside: after each failure as long as it took to fail, and for one second after
+`FAILURES` failures in a row, doubling to a minute. A success forgives all. One that knows by its quota or its reserve
+that it is full says so at once and for nearly nothing, so it is asked each time. One that hears it from the system has
+written a part of the value by then: that is a failure. When none takes the value, the error of the first one that was
+asked is raised, and the value stays in memory (`eviction` goes on from there).
 
 Rejected: moving values from disk to the store to make room for ones that are needed sooner. It costs a read and an
 upload, and eviction already writes the farthest first.
@@ -85,11 +86,11 @@ class Cascade:
                 began = self._clock()
                 try:
                     handle = level.tier.write(groups)
-                except TierFull as e:
-                    level.full += 1
-                    first = first or e
                 except OSError as e:
-                    self._failed(level, e, began)
+                    if isinstance(e, TierFull) and e.__cause__ is None:
+                        level.full += 1
+                    else:
+                        self._failed(level, e, began)
                     first = first or e
                 else:
                     with self._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import threading
 import types
@@ -19,6 +20,7 @@ from dask_gpurt.tiers.storage.fallback import FAILURES, Cascade
 from dask_gpurt.tiers.storage.object import client as bucket_module
 from dask_gpurt.tiers.storage.object.format import plan
 from dask_gpurt.tiers.stores.task_store import StoredCopy, TieredStore
+from tests.tiers.conftest import FaultyOs
 
 pytest.importorskip("obstore")
 
@@ -238,6 +240,25 @@ def test_a_full_disk_overflows_into_the_store(tmp_path: Path) -> None:
     assert len(disk.files()) == 2
     stats = cascade.statistics()
     assert (stats["disk"]["full"], stats["disk"]["writes"], stats["object"]["writes"]) == (3, 3, 3)
+
+
+def test_a_disk_that_the_system_calls_full_is_set_aside(tmp_path: Path) -> None:
+    """Its own quota does not know, so a part of each value was written there before it went to the store."""
+    now, system = [0.0], FaultyOs()
+    disk = DiskTier(str(tmp_path / "disk"), small_bytes=0, os_layer=system)
+    system.always["pwritev"] = OSError(errno.EDQUOT, "Disk quota exceeded")
+    cascade = Cascade([disk, tier_at((tmp_path / "store").as_uri())], clock=lambda: now[0])
+    before = system.calls["open"]
+    for i in range(FAILURES + 5):
+        cascade.write(CODEC.encode(array(i, 10_000)))
+    assert system.calls["open"] - before == FAILURES
+    stats = cascade.statistics()
+    assert (stats["disk"]["failed_writes"], stats["disk"]["full"]) == (FAILURES, 0)
+    assert (stats["disk"]["skipped_writes"], stats["object"]["writes"]) == (5, FAILURES + 5)
+    system.always.clear()
+    now[0] += 60.0
+    cascade.write(CODEC.encode(array(9, 10_000)))
+    assert cascade.statistics()["disk"]["writes"] == 1
 
 
 def test_a_failing_tier_is_set_aside_and_tried_again(tmp_path: Path) -> None:
