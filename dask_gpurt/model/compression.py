@@ -178,6 +178,8 @@ class Choice(NamedTuple):
     codec: str
     #: what compressing it would take if the rest were as fast as the sample; 0: it was not sampled
     seconds: float = 0.0
+    #: of its bytes that are expected to stay; 0: it was not sampled
+    ratio: float = 0.0
 
 
 class Chooser:
@@ -218,15 +220,15 @@ class Chooser:
             ``auto`` takes what makes it smallest, however long that takes.
         """
         if self.setting == "none":
-            return Choice("")
+            return Choice("", ratio=1.0)
         if self.setting != "auto":
             return Choice(self.setting if frame.nbytes >= LEAST else "")
         if frame.nbytes < (LEAST if least_room else self.sampled):
-            return Choice("")
+            return Choice("", ratio=1.0)
         per_byte = 1 / (write or _UNKNOWN) + 1 / (read or write or _UNKNOWN)
         if least_room:
             per_byte = _DEAR
-        best, best_seconds = Choice(""), MARGIN * per_byte
+        best, best_seconds = Choice("", ratio=1.0), MARGIN * per_byte
         for name, slowdown in self.slowdown.items():
             if name == "zstd" and per_byte < 2 / ZSTD_CEILING:
                 continue
@@ -238,10 +240,14 @@ class Chooser:
                 if sample.ratio > 0.97 or (taken > 1.3 * best_seconds and not in_doubt):
                     break  # hopeless: look no further
             if sample.ratio < 0.95 and taken < best_seconds:
-                best, best_seconds = Choice(name, sample.compressing * frame.nbytes), taken
+                best, best_seconds = Choice(name, sample.compressing * frame.nbytes, sample.ratio), taken
             with self._lock:  # what was learned when the machine was busy fades
                 self.slowdown[name] += 0.02 * (SLOWDOWN - self.slowdown[name])
         return best
+
+    def least_bytes(self, frame: memoryview) -> float:
+        """What it is expected to take when made as small as it gets; 0: not known."""
+        return frame.nbytes * self.choose(frame, None, None, least_room=True).ratio
 
     def learn(self, choice: Choice, seconds: float) -> None:
         """Compressing took so long."""
@@ -273,6 +279,11 @@ class _Sample:
 
     def take(self, codec: BlockCodec, frame: memoryview) -> Iterator[float]:
         """Sample piece after piece; yields seconds per byte, of compressing at first, then of expanding as well."""
+        if frame.nbytes <= 2 * _PIECE:  # its ends are the same bytes, and the second would shrink to nothing
+            block = self._compress(codec, frame)
+            yield self._compressing
+            yield self._expand(codec, block, frame.nbytes)
+            return
         # Both ends, unlike each other if the frame is uneven, in one call: most frames that gain nothing cost no other.
         block = self._compress(codec, b"".join((frame[:_PIECE], frame[-_PIECE:])))
         yield self._compressing

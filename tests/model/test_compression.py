@@ -92,7 +92,9 @@ def test_auto_compresses_where_it_is_faster() -> None:
     assert chooser.choose(text, 50e9, 50e9).codec == "", "no codec is that fast"
     assert chooser.choose(text[:1000], 20e6, 20e6).codec == "", "not worth a look"
     assert chooser.choose(text[:10_000], 50e9, 50e9, least_room=True).codec == "zstd", "room is all that counts"
-    assert chooser.choose(dense.data, 1.0, 1.0, least_room=True).codec == ""
+    for few in (1 << 22, 20_000, compression.LEAST):
+        assert chooser.choose(dense.data[:few], 1.0, 1.0, least_room=True) == compression.Choice("", ratio=1.0)
+        assert chooser.least_bytes(sparse.data[:few]) < 0.1 * few
     assert compression.Chooser("none").choose(text, 1.0, 1.0).codec == ""
     assert compression.Chooser("lz4").choose(text, 50e9, 50e9).codec == "lz4"
 

@@ -324,6 +324,17 @@ def test_frames_that_are_not_worth_a_look_are_made_small_where_room_is_short(tmp
 
 
 @needs_lz4
+def test_what_is_far_from_fitting_is_not_begun(tmp_path: Any) -> None:
+    system = FaultyOs()
+    disk = DiskTier(str(tmp_path / "t"), limit_bytes=500_000, codec="auto", os_layer=system)
+    system.always["open"] = OSError(errno.EIO, "it was begun")
+    with pytest.raises(TierFull, match="would pass the limit of 500000"):
+        disk.write([(0, [half_noise(4)])])
+    assert disk.quota.used_bytes == 0
+    disk.close()
+
+
+@needs_lz4
 def test_bytes_that_were_written_do_not_count_twice(tmp_path: Any) -> None:
     """The system counts them, and they were counted as on their way until the file was complete."""
     total = 3 << 20

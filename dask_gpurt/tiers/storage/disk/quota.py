@@ -110,6 +110,11 @@ class Room:
         self._coming += nbytes
         self._in_flight.add(nbytes)
 
+    def require(self, nbytes: float) -> None:
+        """TierFull where so many could not be claimed now."""
+        self._claim(int(nbytes))
+        self._release(int(nbytes))
+
     def around(self, pieces: Iterable[memoryview]) -> Iterator[memoryview]:
         """The same pieces, each claimed before it is given."""
         for piece in pieces:

@@ -286,9 +286,12 @@ class DiskTier:
 
     def _write_file(self, views: _Views, *, cached: bool | None = None, smallest: bool = False) -> DiskHandle:
         # At most: every frame has a block of its own, and none becomes smaller.
-        padding = BLOCK * (1 + sum(v.nbytes >= LARGE for _, part in views for v in part))
-        most = padding + sum(compression.most_stored(v.nbytes) for _, part in views for v in part)
+        buffers = [v for _, part in views for v in part]
+        padding = BLOCK * (1 + sum(v.nbytes >= LARGE for v in buffers))
+        most = padding + sum(compression.most_stored(v.nbytes) for v in buffers)
         room = Room(self._claim, self._release, self._in_flight)
+        if smallest:  # Of what is far from fitting no part is to be written, again and again. A sample may be wrong.
+            room.require(sum(map(self.chooser.least_bytes, buffers)) / 2)
         room.more(padding if smallest else most)
         name = self._next_name()
         stored = 0
