@@ -100,6 +100,18 @@ def test_the_faster_gets_more(tmp_path: Path) -> None:
     rig.end(handles)
 
 
+def test_one_that_compresses_gets_more(tmp_path: Path) -> None:
+    """Its rate is of bytes as they lie there, and was taken for one of bytes in memory."""
+    pytest.importorskip("lz4.block")
+    quota = Quota()
+    disks = [DiskTier(str(tmp_path / codec), codec=codec, quota=quota) for codec in ("lz4", "none")]
+    tier = Directories(disks, quota)
+    for _ in range(20):
+        tier.write([(0, [bytes(SIZE)])])
+    assert [len(d.files()) for d in disks] == [19, 1]
+    tier.close()
+
+
 def test_less_room_gets_less_and_no_room_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(tmp_path, 2)
     room = [AMPLE_BYTES // 4, 10 * AMPLE_BYTES]

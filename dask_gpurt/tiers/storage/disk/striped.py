@@ -151,6 +151,8 @@ class Directories:
                     self._failed(folder, e)
                 else:
                     with self._lock:
+                        # The rate is of bytes as they lie there.
+                        folder.clock_seconds += seconds * (handle.nbytes / max(1, nbytes) - 1)
                         if folder.rest.failures:
                             # It got nothing meanwhile; it is not to get everything now.
                             folder.rest.failures = 0
