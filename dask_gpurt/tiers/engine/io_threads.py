@@ -24,7 +24,7 @@ from distributed.threadpoolexecutor import ThreadPoolExecutor
 
 from dask_gpurt.errors import CorruptData
 from dask_gpurt.memory.arenas import arenas
-from dask_gpurt.tiers.storage.handle import EncodeError, Group, Handle, IoCost, is_copy
+from dask_gpurt.tiers.storage.handle import EncodeError, Group, Handle, IoCost, compressing_seconds, is_copy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -281,7 +281,8 @@ def _write(tier: StorageTier, account: Account, value: object, parts: Sequence[i
     groups = _encode(account, value, parts)
     middle = time.perf_counter()
     handle = tier.write(groups)
-    return handle, IoCost(handle.nbytes, time.perf_counter() - middle, middle - start)
+    compressing = compressing_seconds(handle)
+    return handle, IoCost(handle.nbytes, time.perf_counter() - middle - compressing, middle - start + compressing)
 
 
 def _encode(account: Account, value: object, parts: Sequence[int] | None) -> list[Group]:

@@ -39,7 +39,7 @@ class IoCost:
     nbytes: int = 0
     #: seconds in system calls and checksums
     io_seconds: float = 0.0
-    #: seconds between objects and frames
+    #: seconds between objects and frames, compressing and expanding included
     codec_seconds: float = 0.0
 
 
@@ -80,6 +80,11 @@ def is_copy(handle: Handle, groups: Sequence[Group]) -> bool:
     """Whether a copy is of these frames, without reading it; False where a tier cannot tell. In an I/O thread."""
     same = getattr(handle, "is_of", None)
     return same is not None and bool(same(groups))
+
+
+def compressing_seconds(handle: Handle) -> float:
+    """What of its write was that; 0 where a tier does not tell."""
+    return float(getattr(handle, "compressing_seconds", 0.0))
 
 
 def is_shared(handle: Handle) -> bool:

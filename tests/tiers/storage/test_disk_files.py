@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import threading
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +16,8 @@ import pytest
 
 from dask_gpurt.errors import ConfigError, CorruptData, TierFull
 from dask_gpurt.model import compression
+from dask_gpurt.tiers.engine import io_threads
+from dask_gpurt.tiers.engine.entry import Account
 from dask_gpurt.tiers.storage.codec import PickleCodec
 from dask_gpurt.tiers.storage.disk import segments
 from dask_gpurt.tiers.storage.disk.direct_io import BLOCK, CHUNK, BufferPool, aligned_buffer
@@ -438,6 +441,32 @@ def test_missing_package_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         DiskTier(str(tmp_path / "t"), codec="lz4")
     assert "lz4" not in compression.installed()
     assert compression.Chooser("auto").choose(noise(1 << 20).data, 1e6, 1e6).codec == ""
+
+
+def test_compressing_is_no_time_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counted as that in a write, and not in a read."""
+    need("lz4")
+    now, compress, system = [0.0], compression.compress, FaultyOs()
+
+    def compresses(name: str, frame: memoryview) -> Iterator[memoryview]:
+        for piece in compress(name, frame):
+            now[0] += 1.0
+            yield piece
+
+    def writes(real: Any, *args: Any) -> Any:
+        now[0] += 100.0
+        return real(*args)
+
+    for module in (compression, io_threads):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(compression, "compress", compresses)
+    disk = DiskTier(str(tmp_path / "t"), codec="lz4", small_bytes=0, os_layer=system)
+    before = system.calls.get("pwritev", 0)
+    system.always["pwritev"] = writes
+    _, cost = io_threads._write(disk, Account("a", CODEC), noise(1 << 20), None)
+    assert cost.io_seconds == 100.0 * (system.calls["pwritev"] - before) > 0
+    assert cost.codec_seconds == 2.0
+    disk.close()
 
 
 # ---------------------------------------------------------------------------------------------- objects

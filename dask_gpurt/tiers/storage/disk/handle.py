@@ -48,6 +48,8 @@ class DiskHandle:
     nbytes: int
     #: its file was left in the page cache
     cached: bool = False
+    #: of its write
+    compressing_seconds: float = dataclasses.field(default=0.0, compare=False, repr=False)
     #: how many have a claim on it; guarded by the lock of the disk
     claims: list[int] = dataclasses.field(default_factory=lambda: [1], compare=False, repr=False)
 

@@ -298,7 +298,7 @@ class DiskTier:
         if cached is None:
             cached = self.ways.cached(most, direct=self.direct)
         try:
-            frames, stored = self._stream(name, views, room, cached=cached, smallest=smallest)
+            frames, stored, compressing_seconds = self._stream(name, views, room, cached=cached, smallest=smallest)
         except BaseException:
             for leftover in (name + ".part", name):
                 with contextlib.suppress(OSError):
@@ -309,11 +309,11 @@ class DiskTier:
         if cached:
             with self._lock:
                 self.cached_bytes += stored
-        return DiskHandle(self, name, frames, stored, cached)
+        return DiskHandle(self, name, frames, stored, cached, compressing_seconds)
 
     def _stream(
         self, name: str, views: _Views, room: Room, *, cached: bool, smallest: bool
-    ) -> tuple[tuple[Frame, ...], int]:
+    ) -> tuple[tuple[Frame, ...], int, float]:
         system = self._os
         least_room = smallest or self._room_is_short
         partial = name + ".part"
@@ -343,7 +343,7 @@ class DiskTier:
             system.close(file.fd)
         system.rename(partial, name, src_dir_fd=self._dir_fd, dst_dir_fd=self._dir_fd)
         self.ways.wrote(writer.at, timer.seconds_outside, cached=cached)
-        return frames, writer.at
+        return frames, writer.at, timer.inside
 
     def _open(self, name: str, flags: int, *, cached: bool) -> DirectFile:
         direct = self.direct and not cached
