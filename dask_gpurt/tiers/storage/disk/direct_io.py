@@ -14,8 +14,9 @@ A file opened with ``O_DIRECT`` must cope with a short transfer (after which not
 systems that accept the flag but not the transfer (EINVAL): the flag is taken off the descriptor and the rest goes
 through the page cache. That is slower and always right.
 
-Rejected: kernel AIO and io_uring (no binding in Python worth a dependency; the engine's two writers and two readers
-already keep two requests in flight). ``posix_memalign`` by ctypes (numpy allocates as well and asks for huge pages).
+Rejected: kernel AIO and io_uring (no binding in Python worth a dependency; the engine's two writers and three
+readers already keep several requests in flight). ``posix_memalign`` by ctypes (numpy allocates as well and asks for
+huge pages).
 """
 
 from __future__ import annotations
