@@ -227,6 +227,8 @@ class SharedCopiesPlugin(TierPlugin):
     def restart(self, scheduler: Scheduler) -> None:
         """Forget all copies."""
         self._copies.clear()
+        for _, keys in self._gone.values():
+            keys.clear()  # else what is below the prefix would stay until the scheduler ends
 
     # ------------------------------------------------------------------ a worker goes
 

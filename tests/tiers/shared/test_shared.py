@@ -18,7 +18,7 @@ from dask_gpurt.config import Settings
 from dask_gpurt.errors import InstallError
 from dask_gpurt.extension import GpurtScheduler, WorkerParts, on_worker
 from dask_gpurt.tiers.storage.object.client import Bucket
-from dask_gpurt.tiers.storage.object.leases import LeaseKeeper
+from dask_gpurt.tiers.storage.object.leases import LeaseKeeper, worker_prefix
 from tests.conftest import S3_ENVIRONMENT, S3Server
 from tests.tiers.conftest import beat
 
@@ -171,6 +171,20 @@ async def test_a_prefix_whose_heir_has_written_its_key_again_is_forgotten(
         shared.look()
         assert shared._gone == {}
         assert (await root).sum() == np.arange(20_000).sum()
+
+
+@gen_cluster(nthreads=[])
+async def test_a_restart_keeps_no_prefix(s: Scheduler) -> None:
+    """Keys that it had forgotten kept what was below their prefix until the scheduler ended."""
+    shared = await extended(s, "memory://")
+    prefix = worker_prefix(s.address)
+    shared._gone[prefix] = 0.0, {"adopted"}
+    shared._expire_seconds = 0
+    shared.look()
+    assert prefix in shared._gone
+    shared.restart(s)
+    shared.look()
+    assert prefix not in shared._gone
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2, config=CONFIG)
