@@ -2,7 +2,8 @@
 
 * `Execute`, around ``worker.execute``: the task's turn comes (`task_admission`), its inputs are brought into memory in
   threads and pinned for the run (`inputs`), and there is room for its result (`memory_gate`);
-* `GetData`, around the handler ``get_data``: the same for keys that a peer asks for;
+* `GetData`, around the handler ``get_data``: the same for keys that a peer asks for. No more at a time than Dask sends,
+  which is one request while the worker is paused: it counts a request before it reads, so the others are "busy";
 * `GatherDep`, around ``worker.gather_dep``: what is about to be fetched waits for room first.
 
 An exception in our part is counted, and Dask's own method runs as if ours were not there: it reads synchronously, which
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import TYPE_CHECKING, Any
 
 from distributed.core import Status
@@ -210,17 +212,20 @@ class GetData(Override):
     """The handler ``get_data``."""
 
     def __init__(self, parts: Parts) -> None:
+        #: requests whose values are being brought, which stock has not counted yet
+        self._bringing = 0
         super().__init__(parts.worker.handlers, "get_data", parts)
 
     def _wrap(self, stock: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         parts, worker = self._parts, self._worker
 
         async def get_data(comm: Comm, *args: Any, **kwargs: Any) -> Any:
-            # A request that stock will turn away needs nothing loaded; its own limit is at most twice this one.
-            limit = worker.transfer_outgoing_count_limit
-            busy = limit is not False and worker.transfer_outgoing_count >= 2 * limit
+            begun, limit = worker.transfer_outgoing_count, self._limit()
             pinned: list[Entry] = []
-            if self.works and not busy:
+            if self.works and begun < limit:  # else stock turns it away, and nothing needs to be loaded
+                if begun + self._bringing >= limit:
+                    return {"status": "busy"}
+                self._bringing += 1
                 try:
                     keys = list(kwargs["keys"] if "keys" in kwargs else args[0])
                     pinned, seconds = await parts.inputs.ensure(keys)
@@ -228,6 +233,8 @@ class GetData(Override):
                         worker.digest_metric(("get-data", "disk-read", "seconds"), seconds)
                 except Exception:
                     self._failed()
+                finally:
+                    self._bringing -= 1
             try:
                 answer = await stock(comm, *args, **kwargs)
                 who = kwargs["who"] if "who" in kwargs else args[1] if len(args) > 1 else None
@@ -238,6 +245,13 @@ class GetData(Override):
                 parts.store.release(pinned)
 
         return get_data
+
+    def _limit(self) -> float:
+        """Requests at a time that stock allows at most: to the same host it allows twice its limit."""
+        if self._worker.status == Status.paused:
+            return 1
+        limit = self._worker.transfer_outgoing_count_limit
+        return math.inf if limit is False else 2 * limit
 
 
 class GatherDep(Override):
