@@ -141,25 +141,75 @@ def test_generate_refuses_a_directory_of_something_else(tmp_path: Path) -> None:
     assert (tmp_path / "photo.jpg").exists()
 
 
-def test_generate_removes_only_what_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user's own TPC-H has folders of the same names, and nothing else."""
+def interrupted(*args: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_generate_removes_only_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's own TPC-H has folders of the same names, and may be put where an earlier run was interrupted."""
     theirs = tmp_path / "lineitem" / "part.0.parquet"
     theirs.parent.mkdir()
     theirs.write_text("x")
     with pytest.raises(ValueError, match="is not a data directory"):
         generate.ensure(str(tmp_path), 0.01)
     assert theirs.exists()
-
-    def interrupted(*args: object) -> None:
-        raise KeyboardInterrupt
-
     monkeypatch.setattr(generate, "_generate", interrupted)
-    ours = tmp_path / "ours"
-    for _ in range(2):
+    later = tmp_path / "later"
+    for _ in range(2):  # what is left by the first does not stop the second
         with pytest.raises(KeyboardInterrupt):
-            generate.ensure(str(ours), 0.01)
-        (ours / "lineitem").mkdir()
-    assert sorted(os.listdir(ours)) == ["begun", "lineitem", "raw"]
+            generate.ensure(str(later), 0.01)
+        assert os.listdir(later) == ["dask-gpurt-unfinished"]
+    theirs.parent.rename(later / "lineitem")
+    with pytest.raises(ValueError, match="is not a data directory"):
+        generate.ensure(str(later), 0.01)
+    assert (later / "lineitem" / "part.0.parquet").exists()
+
+
+def test_without_its_generator_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    with pytest.raises(RuntimeError, match="tpchgen-cli was found neither"):
+        generate.ensure(str(tmp_path / "data"), 0.01)
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("moved", range(9))
+def test_an_interrupted_move_of_tables_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moved: int) -> None:
+    """`moved` tables are in their places, or all and not the stamp. The next run makes no table again."""
+
+    def written(raw: str, directory: str, *args: object) -> None:
+        for table in reference.TABLES:
+            os.makedirs(os.path.join(directory, table, "made by us"))
+
+    rename, calls = os.rename, iter(range(100))
+
+    def some(source: str, target: str) -> None:
+        if next(calls) == moved:
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    monkeypatch.setattr(generate, "_generate", lambda *args: None)
+    monkeypatch.setattr(generate, "_rewrite", written)
+    where = str(tmp_path / "data")
+    with monkeypatch.context() as patched:
+        patched.setattr("os.rename", some)
+        if moved == len(reference.TABLES):
+            patched.setattr("os.replace", lambda s, t: interrupted() if os.path.dirname(t) == where else rename(s, t))
+        with pytest.raises(KeyboardInterrupt):
+            generate.ensure(where, 0.01)
+    assert len(os.listdir(where)) == moved + 1
+    with pytest.raises(ValueError, match=r"holds TPC-H at scale 0\.01"):
+        generate.ensure(where, 0.02)
+    monkeypatch.setattr(generate, "_rewrite", interrupted)
+    if moved < len(reference.TABLES):
+        theirs = os.path.join(where, reference.TABLES[-1])
+        os.makedirs(theirs)
+        with pytest.raises(ValueError, match="is not of this benchmark"):
+            generate.ensure(where, 0.01)
+        os.rmdir(theirs)
+    assert generate.ensure(where, 0.01) == where
+    assert sorted(os.listdir(where)) == sorted([*reference.TABLES, "complete.json"])
+    assert all(os.listdir(os.path.join(where, table)) == ["made by us"] for table in reference.TABLES)
 
 
 def test_a_cluster_empties_only_a_directory_of_its_own(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ plain strings. Values are not touched: decimals stay ``decimal128(15, 2)`` and d
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import math
 import os
@@ -39,8 +40,8 @@ MAX_SCALE = 1000.0
 
 #: what is written beside the tables when they are complete
 _STAMP = "complete.json"
-#: what is there until then
-_BEGUN = "begun"
+#: the folder in which tables are made; when all are, with the stamp, each is moved to its place
+_BUILDING = "dask-gpurt-unfinished"
 #: changes when the layout changes, so that an old cache is not taken for a new one
 _LAYOUT = 2
 
@@ -71,40 +72,60 @@ def ensure(
         The generator is missing or failed.
     """
     check_scale(scale)
-    stamp = os.path.join(directory, _STAMP)
     want = {"scale": scale, "layout": _LAYOUT, "parts": parts(scale)}
-    if os.path.exists(stamp):
+    building = os.path.join(directory, _BUILDING)
+    for folder in (directory, building):
+        stamp = os.path.join(folder, _STAMP)
+        if not os.path.exists(stamp):
+            continue
         with open(stamp) as f:
             have = json.load(f)
-        if have == want:
-            return directory
-        raise ValueError(
-            f"{directory} holds TPC-H at scale {have.get('scale')!r} (layout {have.get('layout')!r}), "
-            f"wanted scale {scale!r} (layout {_LAYOUT}). Remedy: another --data, or remove that directory"
-        )
-    begun = os.path.join(directory, _BEGUN)
-    # Folders with the names of the tables may be a user's own TPC-H: only what we have begun is removed.
-    if os.path.isdir(directory) and os.listdir(directory) and not os.path.exists(begun):
+        if have != want:
+            raise ValueError(
+                f"{directory} holds TPC-H at scale {have.get('scale')!r} (layout {have.get('layout')!r}), "
+                f"wanted scale {scale!r} (layout {_LAYOUT}). Remedy: another --data, or remove that directory"
+            )
+        if folder == building:  # complete, and interrupted while it was moved
+            _move(building, directory)
+        return directory
+    # Folders with the names of the tables may be a user's own TPC-H, also beside what an interrupted run left:
+    # nothing but our own folder is removed.
+    if os.path.isdir(directory) and set(os.listdir(directory)) - {_BUILDING}:
         raise ValueError(
             f"{directory} exists and is not a data directory of this benchmark (no {_STAMP}). "
             f"Remedy: give an empty or a new directory"
         )
-    os.makedirs(directory, exist_ok=True)
-    with open(begun, "w"):
-        pass
-    raw = os.path.join(directory, "raw")
-    # Left by an interrupted run: a part may be torn.
-    for name in (*TABLES, "raw"):
-        shutil.rmtree(os.path.join(directory, name), ignore_errors=True)
+    generator = _generator()  # before anything is written
+    if os.path.isdir(building):  # left by an interrupted run: a part may be torn
+        shutil.rmtree(building)
+    raw = os.path.join(building, "raw")
     os.makedirs(raw)
-    _generate(raw, scale, say)
-    _rewrite(raw, directory, scale, say, progress)
+    _generate(generator, raw, scale, say)
+    _rewrite(raw, building, scale, say, progress)
     shutil.rmtree(raw)
+    stamp = os.path.join(building, _STAMP)
     with open(stamp + ".new", "w") as f:
         json.dump(want, f)
     os.replace(stamp + ".new", stamp)
-    os.remove(begun)
+    _move(building, directory)
     return directory
+
+
+def _move(building: str, directory: str) -> None:
+    """Move complete tables to their places, and the stamp last; a second call does what an interrupted one left."""
+    left = [table for table in TABLES if os.path.lexists(os.path.join(building, table))]
+    for table in left:
+        place = os.path.join(directory, table)
+        if os.path.lexists(place):  # not ours: what we have moved is not in `building` any more
+            raise ValueError(
+                f"{place} is not of this benchmark, which made a {table} of its own in {building}. "
+                f"Remedy: another --data, or move {place} away"
+            )
+    for table in left:
+        os.rename(os.path.join(building, table), os.path.join(directory, table))
+    os.replace(os.path.join(building, _STAMP), os.path.join(directory, _STAMP))
+    with contextlib.suppress(OSError):  # something was put there; the data is complete all the same
+        os.rmdir(building)
 
 
 def forget(directory: str) -> None:
@@ -125,11 +146,11 @@ def forget(directory: str) -> None:
                 os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _generate(raw: str, scale: float, say: Callable[[str], None]) -> None:
+def _generate(generator: str, raw: str, scale: float, say: Callable[[str], None]) -> None:
     """All tables in as many parts as the largest has; one call, because each spends a second on its pool of words."""
     n = max(parts(scale).values())
     say(f"generating TPC-H at scale {scale:g}")
-    args = [_generator(), "parquet", "-q", "-s", f"{scale:g}", f"--parts={n}", f"--output-dir={raw}"]
+    args = [generator, "parquet", "-q", "-s", f"{scale:g}", f"--parts={n}", f"--output-dir={raw}"]
     done = subprocess.run(args, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(args)} failed with {done.returncode}: {done.stderr.strip()[-2000:]}")
