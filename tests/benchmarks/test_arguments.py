@@ -212,13 +212,17 @@ def test_an_interrupted_move_of_tables_goes_on(tmp_path: Path, monkeypatch: pyte
     assert all(os.listdir(os.path.join(where, table)) == ["made by us"] for table in reference.TABLES)
 
 
-def test_a_cluster_empties_only_a_directory_of_its_own(tmp_path: Path) -> None:
-    theirs = tmp_path / "stock" / "prices.parquet"
+@pytest.mark.parametrize("name", ["prices.parquet", "scheduler.log"])
+def test_a_cluster_empties_only_a_directory_of_its_own(tmp_path: Path, name: str) -> None:
+    theirs = tmp_path / "stock" / name
     theirs.parent.mkdir()
     theirs.write_text("x")
     cluster = ProcessCluster("stock", workers=0, threads=1, memory_limit_bytes=2**29, directory=str(theirs.parent))
-    with pytest.raises(ClusterError, match="is not a directory of this benchmark"):
-        cluster.launch()
+    try:
+        with pytest.raises(ClusterError, match="is not a directory of this benchmark"):
+            cluster.launch()
+    finally:
+        cluster.close()
     assert theirs.exists()
 
 

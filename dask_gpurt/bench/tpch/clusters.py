@@ -57,6 +57,8 @@ ENGINES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
 #: the folder that holds the package: the root of a checkout, or site-packages
 _HOME = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3))
 
+#: in each directory of a cluster, which the next one may empty
+_STAMP = "dask-gpurt-cluster"
 #: seconds until all workers must have registered; a first import on a cold disk takes many of them
 START_TIMEOUT_S = 120.0
 
@@ -149,21 +151,25 @@ class ProcessCluster:
             The directory holds something else, or a cluster that runs; it is as it was.
         """
         if os.path.isdir(self.directory) and os.listdir(self.directory):
-            # Whose it is, its name does not say: "stock" may be data of a user's.
-            log = os.path.join(self.directory, "scheduler.log")
-            if not os.path.exists(log):
+            # Whose it is, its name does not say, and nor do the logs in it: "stock" may be data of a user's.
+            if not os.path.exists(os.path.join(self.directory, _STAMP)):
                 raise ClusterError(
-                    f"{self.directory} is not a directory of this benchmark (no scheduler.log). Remedy: another --out, "
+                    f"{self.directory} is not a directory of this benchmark (no {_STAMP}). Remedy: another --out, "
                     "or remove it"
                 )
-            with open(log, "rb") as held:
-                if not _lock(held):
+            with (
+                contextlib.suppress(FileNotFoundError),
+                open(os.path.join(self.directory, "scheduler.log"), "rb") as log,
+            ):
+                if not _lock(log):
                     raise ClusterError(
                         f"{self.directory} is in use by a cluster that runs (--keep-running, or another benchmark). "
                         "Remedy: another --out, or stop that cluster"
                     )
             shutil.rmtree(self.directory)
         os.makedirs(self.directory, exist_ok=True)
+        with open(os.path.join(self.directory, _STAMP), "w"):
+            pass
         arguments, _ = ENGINES[self.engine.partition("#")[0]]
         scheduler_file = os.path.join(self.directory, "scheduler.json")
         try:
