@@ -97,7 +97,8 @@ def detach(client: Asked) -> None:
     """Take the extension out of the running cluster of `client`: every attribute and plugin is Dask's own again.
 
     Keys stay readable throughout; spilled ones are handed to Dask's own spill buffer. Where the extension is
-    not installed, nothing is done.
+    not installed, nothing is done. A worker that cannot be reached meanwhile, or that fails, works on with the
+    extension until it is restarted; the scheduler's log names it, and its messages are ignored.
 
     Parameters
     ----------

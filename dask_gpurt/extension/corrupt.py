@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.core import Status
 
+from dask_gpurt.model.no_hook import ignored
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -48,9 +50,9 @@ class CorruptFetches:
         self._scheduler.stream_handlers[OP] = self._heard
 
     def stop(self) -> None:
-        """Understand no more messages. Only when no worker sends any."""
+        """Ignore what workers say from now on. It stays known: an unknown op would remove the worker that sent it."""
         if self._scheduler.stream_handlers.get(OP) == self._heard:
-            del self._scheduler.stream_handlers[OP]
+            self._scheduler.stream_handlers[OP] = ignored
 
     def forget(self, worker: str) -> None:
         """A worker left."""

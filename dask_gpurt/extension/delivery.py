@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from distributed import Scheduler, Worker
 
 logger = logging.getLogger("distributed.worker.gpurt")
+_scheduler_logger = logging.getLogger("distributed.scheduler.gpurt")
 
 #: the metric, and the topic of an event, of a worker that runs stock although the scheduler sent it a part
 REFUSED = "gpurt-refused"
@@ -127,21 +128,29 @@ async def send(scheduler: Scheduler, name: str, packed: bytes) -> None:
     others have the plugin.
     """
     scheduler.worker_plugins[name] = packed
-    await _ask_all(scheduler, "runs stock", op="plugin-add", plugin=packed, name=name)
+    for address, why in (await _ask_all(scheduler, op="plugin-add", plugin=packed, name=name)).items():
+        _scheduler_logger.warning("dask-gpurt: worker %s runs stock. %r", address, why)
 
 
 async def take_back(scheduler: Scheduler, name: str) -> None:
-    """Have all workers tear the plugin down; nothing if they have none."""
-    if scheduler.worker_plugins.pop(name, None) is not None:
-        await _ask_all(scheduler, "was not given back to stock", op="plugin-remove", name=name)
+    """Have all workers tear the plugin down; nothing if they have none. Those that did not are named in the log."""
+    if scheduler.worker_plugins.pop(name, None) is None:
+        return
+    left = await _ask_all(scheduler, op="plugin-remove", name=name)
+    if left:
+        _scheduler_logger.warning(
+            "dask-gpurt: these workers were not given back to stock Dask, and go on with the extension: %s. "
+            "Remedy: restart them",
+            "; ".join(f"{address} ({why!r})" for address, why in left.items()),
+        )
 
 
-async def _ask_all(scheduler: Scheduler, otherwise: str, **msg: Any) -> None:
-    """Not raised: a cluster with one odd worker must still be usable."""
+async def _ask_all(scheduler: Scheduler, **msg: Any) -> dict[str, Any]:
+    """Ask all workers; address -> why, of those that could not. Not raised: one odd worker must not end the others."""
     replies = await scheduler.broadcast(msg=msg, on_error="return")
+    failed = {}
     for address, reply in replies.items():
         error = reply.get("exception") if isinstance(reply, dict) and reply.get("status") == "error" else reply
         if address in scheduler.workers and not isinstance(error, dict):
-            logging.getLogger("distributed.scheduler.gpurt").warning(
-                "dask-gpurt: worker %s %s. %r", address, otherwise, error
-            )
+            failed[address] = error
+    return failed

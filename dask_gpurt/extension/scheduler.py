@@ -47,9 +47,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("distributed.scheduler.gpurt")
 
-#: for which messages of workers are still understood after their half was removed
-LATE_SECONDS = 5.0
-
 
 class GpurtScheduler(SchedulerPlugin):
     """Puts placement and shuffle into a scheduler and sends `GpurtWorker` to its workers.
@@ -329,9 +326,11 @@ class GpurtScheduler(SchedulerPlugin):
         async def undo() -> None:
             self.corrupt = None
             await delivery.take_back(scheduler, NAME)
-            # Workers send no more, but on another connection than the one that said so: what is under way must
-            # not meet an unknown op, which would remove its worker.
-            asyncio.get_running_loop().call_later(LATE_SECONDS, self._stop_listening, scheduler, corrupt)
+            corrupt.stop()
+            # It stays known for ever: an unknown op would remove the worker that sent it, with its data. Messages may
+            # be under way, and a worker that could not be given back sends them for as long as it lives.
+            if scheduler.stream_handlers.get(residence.OP) == self._heard:
+                scheduler.stream_handlers[residence.OP] = ignored
 
         return undo
 
@@ -363,11 +362,6 @@ class GpurtScheduler(SchedulerPlugin):
         """Dask calls this when a worker leaves."""
         if self.corrupt is not None:
             self.corrupt.forget(worker)
-
-    def _stop_listening(self, scheduler: Scheduler, corrupt: CorruptFetches) -> None:
-        corrupt.stop()
-        if scheduler.stream_handlers.get(residence.OP) == self._heard:
-            del scheduler.stream_handlers[residence.OP]
 
     async def uninstall(self) -> None:
         """Give the scheduler and its workers back to stock Dask. A second call does nothing."""
