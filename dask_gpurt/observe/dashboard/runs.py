@@ -49,7 +49,8 @@ class RunTable(DashboardComponent):
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.errors = 0
-        self.root = Div(text="", name=self.NAME, sizing_mode="stretch_both")
+        # Without math, as in `style.heading`: names of tasks are in it.
+        self.root = Div(text="", name=self.NAME, sizing_mode="stretch_both", disable_math=True)
 
     async def prepare(self) -> None:
         """Before `update`. Never raises: what fails here fails there."""

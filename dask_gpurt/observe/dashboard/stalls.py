@@ -79,7 +79,8 @@ class StallCauses(GpurtPlot):
         )
         self.figure = fig
         # Outside of the figure, where it breaks into as many lines as a panel needs.
-        self.legend = Div(text="", sizing_mode="stretch_width", styles={"font-size": "12px", "color": style.INK})
+        styles = {"font-size": "12px", "color": style.INK}
+        self.legend = Div(text="", sizing_mode="stretch_width", styles=styles, disable_math=True)
         return column(fig, self.legend, sizing_mode=style.SIZING)
 
     def _draw(self, feed: Feed) -> str:

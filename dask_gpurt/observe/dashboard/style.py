@@ -8,6 +8,7 @@ lightness. They differ for all common forms of colour blindness, too; no plot sa
 from __future__ import annotations
 
 import html
+import re
 from typing import TYPE_CHECKING, Any
 
 from bokeh.models import AdaptiveTicker, CustomJSTickFormatter, Div, HoverTool, Legend, Range1d
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from bokeh.models import Axis, CustomJSHover, GlyphRenderer, LegendItem
     from bokeh.plotting import figure
 
+#: the first character of a mark that begins a formula: ``$$``, ``\[`` or ``\(``
+_FORMULA = re.compile(r"\$(?=\$)|\\(?=[\[(])")
 #: of figures and of what holds them: the panel that they are in has the size
 SIZING = "stretch_both"
 #: text, axes
@@ -63,6 +66,8 @@ def heading(title: str) -> Div:
     """Title, verdict and figures of a plot, as text that wraps in a narrow panel."""
     return Div(
         text=heading_text(title, ""),
+        # Names of a user's are in it, and TeX can be a link that runs a script.
+        disable_math=True,
         sizing_mode="stretch_width",
         margin=(4, 8, 2, 12),
         styles={"color": INK, "font-family": "system-ui, sans-serif", "line-height": "1.35"},
@@ -146,4 +151,6 @@ def fit(extent: Range1d, highest: float) -> None:
 def short(name: str, longest: int = 18) -> str:
     """A worker's name for an axis: without protocol, and its end when it is long, where addresses differ."""
     name = name.rsplit("://", 1)[-1]
-    return name if len(name) <= longest else "…" + name[-(longest - 1) :]
+    cut = name if len(name) <= longest else "…" + name[-(longest - 1) :]
+    # Bokeh draws a label as a formula where it has the marks of one; a space without width between them prevents it.
+    return _FORMULA.sub("\\g<0>\u200b", cut)

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("bokeh")
 
 from bokeh.document import Document
-from bokeh.models import HoverTool, LayoutDOM, Plot, Text
+from bokeh.models import Axis, HoverTool, LayoutDOM, Plot, Text
 from bokeh.server.callbacks import PeriodicCallback
 
 from dask_gpurt.observe.dashboard import component, hook, late, pages, style
@@ -288,6 +288,24 @@ def test_documents_build_and_are_valid(
     modes = {model.sizing_mode for model in doc.models if isinstance(model, LayoutDOM)}
     assert modes <= {"stretch_both", "stretch_width"}
     assert {root.sizing_mode for root in doc.roots} == {"stretch_both"}
+
+
+@pytest.mark.parametrize("address", list(pages.documents()))
+def test_no_name_is_drawn_as_a_formula(address: str, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TeX can be a link that runs a script, and names are a user's."""
+    for name in ("$$x$$", r"\[x\]", r"\(x\)"):
+        scheduler.add(name, heartbeat(host_bytes=5))
+    feed, clock = give_feed(scheduler, figures, monkeypatch)
+    _run(feed, clock)
+    doc = Document()
+    in_thread(lambda: pages.documents()[address](scheduler, {"prefix": "/", "pages": [], "plots": []}, doc))
+    called_back(doc)
+    texts = [model for model in doc.models if hasattr(model, "disable_math")]
+    assert texts
+    assert all(model.disable_math for model in texts)
+    labels = [label for axis in doc.models if isinstance(axis, Axis) for label in axis.major_label_overrides.values()]
+    assert len(labels) >= (3 if address == pages.OVERVIEW or pages.PLOTS.get(address) in PER_WORKER else 0)
+    assert [label for label in labels if "$$" in label or r"\[" in label or r"\(" in label] == []
 
 
 def test_the_menu_is_sorted_and_has_each_page_once() -> None:
