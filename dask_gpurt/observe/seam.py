@@ -6,7 +6,7 @@ slots, `check_tasks` for traces. A name that is missing switches that part off, 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distributed.metrics import time
 from distributed.scheduler import TaskState
@@ -25,6 +25,8 @@ _WORKER = (
     *("execute", "handle_stimulus", "executors", "digests_total", "transfer_incoming_log", "_last_tick"),
     *("state.nthreads", "state.executing", "state.waiting", "state.constrained", "state.running"),
 )
+#: msgpack packs no larger number
+MAX_SIZE = 2**63 - 1
 _BOKEH = ("_applications", "app_paths", "prefix", "add_handlers")
 
 
@@ -69,6 +71,14 @@ def check_tasks() -> None:
 def is_queueable(ts: TaskState) -> bool:
     """Whether a task may wait on the scheduler for a free thread; not that of a shuffle or an actor."""
     return bool(ts._queueable)
+
+
+def size(nbytes: Any) -> int | None:
+    """A size in bytes that Dask has from a user's ``sizeof``, which may return any type: numpy's, or a float."""
+    try:
+        return min(int(nbytes), MAX_SIZE)
+    except (TypeError, ValueError, OverflowError):  # None, nan, infinite
+        return None
 
 
 def add_application(bokeh: BokehTornado, address: str, document: Callable[[Document], None]) -> None:

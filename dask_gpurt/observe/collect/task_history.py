@@ -6,6 +6,8 @@ import dataclasses
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from dask_gpurt.observe import seam
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -70,7 +72,7 @@ class TaskHistory:
         self.rows.append((details.get("worker") or address, name, begin, end, transfers))
         if name in UNPACK:
             self.outputs_seen += 1
-            self.outputs.append((name, max(0, details.get("nbytes") or 0)))
+            self.outputs.append((name, max(0, seam.size(details.get("nbytes")) or 0)))
         prefix = self.prefixes.get(name)
         if prefix is None:
             if len(self.prefixes) >= PREFIXES:

@@ -17,7 +17,9 @@ was cut off cannot be read at all).
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import operator
 import struct
 import zlib
 from typing import IO, TYPE_CHECKING, Any
@@ -26,6 +28,7 @@ import msgpack
 import xxhash
 
 from dask_gpurt.errors import TraceError
+from dask_gpurt.observe.seam import MAX_SIZE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -86,12 +89,27 @@ def write_header(file: IO[bytes]) -> None:
 
 def pack(records: list[list[Any]]) -> bytes:
     """One block, or several when one would be too large to be read. Any thread."""
-    plain = msgpack.packb(records, use_bin_type=True)
+    plain = msgpack.packb(records, use_bin_type=True, default=_plain)
     if len(plain) > MAX_BLOCK_BYTES and len(records) > 1:
         half = len(records) // 2
         return pack(records[:half]) + pack(records[half:])
     body = zlib.compress(plain, 1)
     return _BLOCK.pack(len(body), xxhash.xxh3_64_intdigest(body)) + body
+
+
+def _plain(value: Any) -> Any:
+    """What msgpack cannot pack: a figure of another type, as a user's `sizeof` may return, or beyond 64 bits.
+
+    One of them must not end a recording.
+    """
+    with contextlib.suppress(TypeError):
+        whole = operator.index(value)
+        if abs(whole) <= MAX_SIZE:
+            return whole
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return str(value)
 
 
 def read(file: IO[bytes], name: str) -> Iterator[list[list[Any]]]:
@@ -162,6 +180,8 @@ def _unpack(plain: bytes, damaged: str) -> list[list[Any]]:
 
 def plain_key(key: Key) -> str | list[Any]:
     """A task's key as msgpack can have it: text, or a list for a tuple of text and numbers; else its `str`."""
-    if isinstance(key, tuple) and all(type(part) in (str, int) for part in key):
+    if isinstance(key, tuple) and all(
+        type(part) is str or (type(part) is int and abs(part) <= MAX_SIZE) for part in key
+    ):
         return list(key)
     return key if type(key) is str else str(key)

@@ -331,7 +331,7 @@ class TraceRecorder(SchedulerPlugin):
         if ts.run_spec is None or (ts.state == "memory" and not ran):
             # Scattered, or there before the trace began.
             holders = [self._workers[ws.address] for ws in ts.who_has or () if ws.address in self._workers]
-            self._add([int(Kind.DATA), number, plain_key(ts.key), max(ts.nbytes, 0), holders])
+            self._add([int(Kind.DATA), number, plain_key(ts.key), max(seam.size(ts.nbytes) or 0, 0), holders])
             return False
         depends = [self._number(d.key) for d in ts.dependencies]
         # Whatever is not a number (a user's own type) orders after what is; a trace keeps the order, not the type.
@@ -389,7 +389,7 @@ class TraceRecorder(SchedulerPlugin):
             elif action == "disk-read":
                 reads.append([a, b])
         worker = self._workers.get(report.get("worker", ""))
-        nbytes = report.get("nbytes")
+        nbytes = seam.size(report.get("nbytes"))
         self._add([_FINISHED, number, worker, self._now(), nbytes, start, stop, transfers, reads])
 
     def _erred(self, key: Hashable, report: Mapping[str, Any]) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import math
 import types
 from collections import deque
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dask_gpurt.observe.collect import stall_ledger as module
@@ -239,6 +242,15 @@ def test_everything_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(s.ledger.history.rows) == task_history.ROWS
     assert list(s.ledger.history.prefixes) == [f"p{task_history.ROWS + i}" for i in range(5, 10)], "the newest"
     assert s.ledger._running == {}
+
+
+@pytest.mark.parametrize(("size", "kept"), [(np.int64(7), 7), (7.5, 7), (None, 0), (math.nan, 0), (-1, 0)], ids=str)
+def test_sizes_of_outputs_are_plain(size: Any, kept: int) -> None:
+    """They are what a user's `sizeof` returns; kept runs are JSON."""
+    history = task_history.TaskHistory()
+    ran = [{"action": "compute", "start": 1.0, "stop": 2.0}]
+    history.ended("a", task_history.UNPACK[0], {"startstops": ran, "nbytes": size})
+    assert json.dumps([list(output) for output in history.outputs]) == json.dumps([[task_history.UNPACK[0], kept]])
 
 
 def test_skew_of_workers_that_come_and_go_is_bounded() -> None:

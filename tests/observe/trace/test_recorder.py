@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import os
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -100,6 +101,46 @@ def test_a_recording_that_ends_at_once_has_what_its_tasks_depend_on(tmp_path: Pa
     ]
     keys = {task.key for task in Trace.load(tmp_path / "t").tasks.values()}
     assert {("t", 3 * EARLIER), ("t", 3 * EARLIER - 1)} <= keys
+
+
+@pytest.mark.parametrize(
+    ("size", "recorded"),
+    [
+        (np.int64(7), 7),
+        (7.5, 7),
+        (np.float32(7), 7),
+        (None, None),
+        (math.nan, None),
+        (math.inf, None),
+        (2**64, 2**63 - 1),
+    ],
+    ids=str,
+)
+def test_sizes_of_any_type_are_recorded(tmp_path: Path, size: Any, recorded: int | None) -> None:
+    """What a user's `sizeof` returns may be no size, or not be packed by msgpack; figures of workers are sums of it."""
+    scheduler = _scheduler(2)
+    data, task = scheduler.tasks.values()
+    data.run_spec, data.nbytes = None, -1 if size is None else size
+    task.priority = (2**70,)
+    scheduler.workers["tcp://a:1"].metrics = {"memory": 1, "managed_bytes": size, "gpurt": {"host_bytes": size}}
+    recorder = TraceRecorder(str(tmp_path / "t"))
+
+    async def go() -> None:
+        recorder.open(scheduler, {"policy": "stock"})
+        task.processing_on = scheduler.workers["tcp://a:1"]
+        recorder.transition(task.key, "processing", "memory", worker="tcp://a:1", nbytes=size, startstops=[])
+        writer = recorder.stop()
+        assert writer is not None
+        writer.close(recorder.last)
+        assert writer.error is None
+
+    asyncio.run(go())
+    assert (recorder.errors, recorder.last_error) == (0, None)
+    trace = Trace.load(tmp_path / "t")
+    tasks = {task.key: task for task in trace.tasks.values()}
+    assert (tasks["t", 0].nbytes, tasks["t", 1].nbytes) == (recorded or 0, recorded)
+    assert any("managed_bytes" in sample.figures for sample in trace.samples)
+    assert "results" in summary(trace)
 
 
 def test_idle_workers_are_sampled_now_and_then(tmp_path: Path) -> None:

@@ -240,7 +240,14 @@ def test_a_block_at_the_limit_is_read_and_a_larger_one_is_divided(
 
 @pytest.mark.parametrize(
     ("key", "plain"),
-    [("x", "x"), (("x", 1, "y"), ["x", 1, "y"]), (("x", (1, 2)), "('x', (1, 2))"), (3.5, "3.5"), (b"x", "b'x'")],
+    [
+        ("x", "x"),
+        (("x", 1, "y"), ["x", 1, "y"]),
+        (("x", (1, 2)), "('x', (1, 2))"),
+        (("x", 2**64), f"('x', {2**64})"),
+        (3.5, "3.5"),
+        (b"x", "b'x'"),
+    ],
 )
 def test_keys(key: Any, plain: Any) -> None:
     assert plain_key(key) == plain
