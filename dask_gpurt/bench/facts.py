@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from dask.system import cpu_count
 
+from dask_gpurt.observe.output_file import replacing
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -108,10 +110,9 @@ def write_json(path: str, result: Mapping[str, Any]) -> str:
     if "exercised_on" not in result:
         raise ValueError("a result needs exercised_on; start it from facts(...)")
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    with open(path + ".new", "w") as f:
+    with replacing(path) as beside, open(beside, "w") as f:
         json.dump(result, f, indent=1, default=str)
         f.write("\n")
-    os.replace(path + ".new", path)
     return path
 
 

@@ -19,7 +19,7 @@ from distributed import Client
 
 from dask_gpurt.client.ask import Session, after_block, ask_scheduler, checked_seconds, found, is_asynchronous
 from dask_gpurt.errors import GpurtError, TraceError
-from dask_gpurt.observe.output_file import replaceable
+from dask_gpurt.observe.output_file import replaceable, replacing
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -143,17 +143,12 @@ class record:
         if not size:  # not even the header had room
             await ask_scheduler(client, _remove, timeout=self._timeout, name=self._name, path=source)
             raise TraceError(f"the scheduler could record nothing: {self.summary['error']}")
-        partial = f"{self.path}.part-{os.getpid()}"
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(partial)  # of a process of that number that was killed: in containers they are all alike
         try:
-            for offset in range(0, size, PIECE_BYTES):
-                piece = await ask_scheduler(client, _piece, timeout=self._timeout, path=source, offset=offset)
-                await asyncio.to_thread(_append, partial, piece)
-            os.replace(partial, self.path)
+            with replacing(self.path) as partial:
+                for offset in range(0, size, PIECE_BYTES):
+                    piece = await ask_scheduler(client, _piece, timeout=self._timeout, path=source, offset=offset)
+                    await asyncio.to_thread(_append, partial, piece)
         finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(partial)
             await ask_scheduler(client, _remove, timeout=self._timeout, name=self._name, path=source)
 
     def _warn(self) -> None:

@@ -1,8 +1,14 @@
-"""`replaceable`: check where a file is to go, before the work whose result it will hold."""
+"""`replaceable`: check where a file is to go, before the work whose result it will hold. `replacing`: put it there."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import uuid
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def replaceable(path: str | os.PathLike[str]) -> str:
@@ -30,3 +36,23 @@ def replaceable(path: str | os.PathLike[str]) -> str:
             f"the path is {text!r}, which is a device, a socket or a pipe. Remedy: the name of a file"
         )
     return full
+
+
+@contextlib.contextmanager
+def replacing(path: str) -> Iterator[str]:
+    """The path of a new, empty file beside `path`, which replaces it in one step after the block.
+
+    After an exception it is removed, and what is at `path` stays as it is.
+    """
+    # Of a name that no one has, and made exclusively: neither a user's file nor what a link points to is written over.
+    # Not by `tempfile`: its files are the user's alone, this one is to have the permissions that the umask says.
+    beside = os.path.join(os.path.dirname(os.path.abspath(path)), f".dask-gpurt-{uuid.uuid4().hex}")
+    with open(beside, "x"):
+        pass
+    try:
+        yield beside
+        os.replace(beside, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(beside)
+        raise

@@ -8,7 +8,6 @@ bar has its figure written beside it, so that colour carries nothing alone.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import html
 import math
@@ -16,7 +15,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dask_gpurt.observe.output_file import replaceable
+from dask_gpurt.observe.output_file import replaceable, replacing
 
 _CSS = """
 :root { color-scheme: light dark; --ink: #1c2126; --dim: #5d6873; --line: #d8dde2; --paper: #ffffff; --band: #f4f6f8;
@@ -170,14 +169,8 @@ class Page:
         """Write the document to `path` in one step and return `path`. Errors: see `replaceable`."""
         full = replaceable(path)
         os.makedirs(os.path.dirname(full), exist_ok=True)
-        try:
-            with open(full + ".new", "w", encoding="utf-8") as f:
-                f.write(self.render())
-            os.replace(full + ".new", full)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(full + ".new")
-            raise
+        with replacing(full) as beside, open(beside, "w", encoding="utf-8") as f:
+            f.write(self.render())
         return path
 
 

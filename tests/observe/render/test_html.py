@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from dask_gpurt.bench import facts
 from dask_gpurt.observe.render.html import Page, flatten
 
 if TYPE_CHECKING:
@@ -124,3 +125,25 @@ def test_write_replaces_the_file(tmp_path: Path) -> None:
     Page("two ÷ ü").write(str(target))
     assert "<title>two ÷ ü</title>" in target.read_text(encoding="utf-8")
     assert [p.name for p in target.parent.iterdir()] == ["r.html"]
+
+
+def test_files_beside_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what a link of a likely name points to, and also after an error."""
+    (tmp_path / "theirs").write_text("theirs")
+    (tmp_path / "r.html.new").symlink_to(tmp_path / "theirs")
+    (tmp_path / "r.json.new").write_text("theirs")
+    for _ in range(2):
+        Page("one").write(str(tmp_path / "r.html"))
+        facts.write_json(str(tmp_path / "r.json"), {"exercised_on": "a test"})
+    monkeypatch.setattr(Page, "render", lambda page: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        Page("two").write(str(tmp_path / "r.html"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["r.html", "r.html.new", "r.json", "r.json.new", "theirs"]
+    assert (tmp_path / "theirs").read_text() == (tmp_path / "r.json.new").read_text() == "theirs"
+    assert "<title>one</title>" in (tmp_path / "r.html").read_text()
+
+
+def test_permissions_are_those_of_any_new_file(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("")
+    Page("one").write(str(tmp_path / "r.html"))
+    assert (tmp_path / "r.html").stat().st_mode == (tmp_path / "plain").stat().st_mode

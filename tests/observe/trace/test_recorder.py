@@ -241,12 +241,13 @@ def test_a_file_that_was_cleaned_up_meanwhile_is_said_to_be(tmp_path: Path, monk
     asyncio.run(go())
 
 
-def test_what_a_killed_process_has_fetched_is_in_no_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In containers all processes may have one number."""
+def test_a_recording_is_fetched_into_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not into one that is there: in containers all processes may have one number."""
     source = tmp_path / "scheduler" / "run.trace"
     source.parent.mkdir()
     source.write_bytes(b"whole")
-    (tmp_path / f"t.part-{os.getpid()}").write_bytes(b"half of another")
+    other = tmp_path / f"t.part-{os.getpid()}"
+    other.write_bytes(b"half of another")
 
     async def ask(client: Any, function: Any, *, timeout: float, **kwargs: Any) -> Any:
         if function is recording._end:
@@ -257,3 +258,5 @@ def test_what_a_killed_process_has_fetched_is_in_no_recording(tmp_path: Path, mo
     monkeypatch.setattr(recording, "ask_scheduler", ask)
     asyncio.run(recording.record(None, tmp_path / "t")._end(SimpleNamespace()))  # type: ignore[arg-type]
     assert (tmp_path / "t").read_bytes() == b"whole"
+    assert other.read_bytes() == b"half of another"
+    assert sorted(os.listdir(tmp_path)) == ["t", other.name]
