@@ -250,12 +250,13 @@ async def checkup(dask_worker: Worker, leaders: list[str], seconds: float) -> di
     from dask_gpurt.config import Settings
     from dask_gpurt.doctor.worker import examine
     from dask_gpurt.extension.worker import on_worker
+    from dask_gpurt.model.known_as import known_as
 
     parts = on_worker(dask_worker)
     settings = Settings.load() if parts is None else parts.settings
     tiers = {} if parts is None or parts.runtime is None else parts.runtime.statistics()
     fragmented = tiers.get("device", {}).get("out_of_memory", {}).get("fragmented", 0)
-    leads = dask_worker.address in leaders
+    leads = await known_as(dask_worker) in leaders
     fed = None if parts is None or parts.feed is None else parts.feed.fed()
     return await examine(dask_worker, settings.tiers, leads=leads, seconds=seconds, fragmented=fragmented, fed=fed)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from bokeh.server.tornado import BokehTornado
     from distributed import Scheduler, Worker
 
-_SCHEDULER = ("workers", "tasks", "queued", "unrunnable", "handlers")
+_SCHEDULER = ("workers", "tasks", "queued", "unrunnable", "handlers", "coerce_address")
 _WORKER = (
     *("execute", "handle_stimulus", "executors", "digests_total", "transfer_incoming_log", "_last_tick"),
     *("state.nthreads", "state.executing", "state.waiting", "state.constrained", "state.running"),

@@ -10,11 +10,14 @@ import subprocess
 import sys
 import time
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 from distributed import Client, LocalCluster
+from distributed.utils_test import gen_cluster
 
 import dask_gpurt
+from dask_gpurt.client import remote
 from dask_gpurt.client.checkup import checkup
 from dask_gpurt.doctor.cluster import compared, grouped
 from dask_gpurt.doctor.finding import Finding, State
@@ -59,6 +62,23 @@ def test_workers_that_say_the_same_are_one_line() -> None:
         ("T6", State.WARN, "1 of 4 workers: 2 of 15", ("d",)),
         ("T11", State.OK, "1 of 1 hosts: fast", ("a",)),
     ]
+
+
+@gen_cluster(nthreads=[("127.0.0.1", 1)] * 2)
+async def test_a_worker_with_a_host_name_leads_its_host_too(s: Any, a: Any, b: Any) -> None:
+    """The scheduler has resolved the name, and says who leads."""
+    leads = {}
+
+    async def examine(worker: Any, settings: Any, **how: Any) -> dict[str, Any]:
+        leads[worker] = how["leads"]
+        return {}
+
+    known, a._address = a.address, f"tcp://localhost:{a.port}"
+    a.contact_address = a._address
+    with mock.patch("dask_gpurt.doctor.worker.examine", examine):
+        for worker in (a, b):
+            await remote.checkup(worker, [known], 1.0)
+    assert leads == {a: True, b: False}
 
 
 def facts(host: str, mtu: int = 1500) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from dask_gpurt.observe import seam
 
 def test_what_is_there_passes() -> None:
     seam.check_tasks()
-    seam.check_scheduler(types.SimpleNamespace(workers={}, tasks={}, queued=(), unrunnable=(), handlers={}))
+    names = {"workers": {}, "tasks": {}, "queued": (), "unrunnable": (), "handlers": {}, "coerce_address": str}
+    seam.check_scheduler(types.SimpleNamespace(**names))
 
 
 def test_what_is_missing_is_named_with_the_remedy() -> None:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from dask.typing import Key
     from distributed import Scheduler
-    from distributed.scheduler import WorkerState
 
 #: name in ``WorkerState.metrics``
 NAME = "gpurt"
@@ -54,9 +53,7 @@ class LedgerPlugin(SchedulerPlugin):
             reply = stock(*args, **kwargs)
             ledger = self.ledger
             if ledger is not None:
-                ws = scheduler.workers.get(kwargs.get("address"))
-                if ws is not None:
-                    ledger.guarded(_heard, ledger, ws)
+                ledger.guarded(_heard, ledger, scheduler, kwargs.get("address"))
             return reply
 
         self._wrapper = scheduler.handlers[_HANDLER] = heartbeat_worker
@@ -133,6 +130,9 @@ class LedgerPlugin(SchedulerPlugin):
             ledger.guarded(ledger.restarted)
 
 
-def _heard(ledger: StallLedger, ws: WorkerState) -> None:
-    figures = ws.metrics.get(NAME)
-    ledger.heartbeat(ws, figures if isinstance(figures, dict) and figures else None)
+def _heard(ledger: StallLedger, scheduler: Scheduler, address: Any) -> None:
+    # The worker's own address; the scheduler may have resolved a name in it.
+    ws = scheduler.workers.get(address) or scheduler.workers.get(scheduler.coerce_address(address))
+    if ws is not None:
+        figures = ws.metrics.get(NAME)
+        ledger.heartbeat(ws, figures if isinstance(figures, dict) and figures else None)

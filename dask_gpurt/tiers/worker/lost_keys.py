@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING
 from distributed.metrics import time
 from distributed.worker_state_machine import FreeKeysEvent
 
+from dask_gpurt.model.known_as import known_as
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -89,8 +91,8 @@ class Losses:
         if ts is None or ts.run_spec is not None:
             return True
         scheduler = self._worker.scheduler
-        holders = await scheduler.who_has(keys=[key])
-        if any(address != self._worker.address for address in holders.get(key, ())):
+        holders, here = await asyncio.gather(scheduler.who_has(keys=[key]), known_as(self._worker))
+        if any(address != here for address in holders.get(key, ())):
             return True
         return await scheduler.get_runspec(key=key) is not None
 

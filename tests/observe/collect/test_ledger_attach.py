@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from typing import Any
+from unittest import mock
 
 import pytest
 from distributed.utils_test import gen_cluster
@@ -47,6 +48,23 @@ async def test_attached_and_detached_while_a_task_runs(c: Any, s: Any, a: Any) -
     assert "handle_stimulus" not in vars(a)
     assert "execute" not in vars(a)
     assert await c.submit(int, 3) == 3
+
+
+@gen_cluster(nthreads=[("127.0.0.1", 1)])
+async def test_heartbeats_of_a_worker_with_a_host_name_are_heard(s: Any, a: Any) -> None:
+    """As with ``--contact-address tcp://localhost:4000``: the scheduler knows it by what the name stands for."""
+    plugin = GpurtScheduler(Settings.load({"shuffle.enabled": False}))
+    await plugin.start(s)
+    assert plugin.ledger is not None
+    assert plugin.ledger.ledger is not None
+    known, heard = a.address, []
+    with mock.patch.object(plugin.ledger.ledger, "heartbeat", lambda ws, now: heard.append((ws.address, bool(now)))):
+        for own in (known, f"tcp://localhost:{a.port}", f"127.0.0.1:{a.port}"):
+            a.contact_address = own
+            await beat(a)
+    assert heard == [(known, True)] * 3
+    assert plugin.ledger.ledger.errors == 0
+    await plugin.uninstall()
 
 
 @gen_cluster(client=True, nthreads=[("", 1)])

@@ -689,8 +689,11 @@ async def test_client_gathers_lost_keys(c: Client, s: Scheduler, a: Worker) -> N
     assert runtime.statistics()["lost_keys"] == 5
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 2)], worker_kwargs={"memory_limit": "20 MB"}, config=NO_WATCH)
-async def test_scattered_data_that_is_lost_is_an_error(c: Client, s: Scheduler, a: Worker) -> None:
+async def test_scattered_data_that_is_lost_is_an_error(c: Client, s: Scheduler, a: Worker, host: str) -> None:
+    """Also where the worker has a name in its address, which the scheduler has resolved: that is no other holder."""
+    a._address = a.contact_address = f"tcp://{host}:{a.port}"
     runtime = await TierRuntime.install(a, tier_settings())
     x = await c.scatter(make(1))
     other = c.submit(make, 2)
