@@ -80,7 +80,7 @@ class record:
         self._timeout = timeout
         self._session: Session | None = None
         self._name = f"gpurt-trace-{uuid.uuid4().hex[:12]}"
-        #: what the scheduler answered at the end: records, lost_records, bytes, error
+        #: what the scheduler answered at the end: records, lost_records, bytes, error, remedy
         self.summary: dict[str, Any] = {}
         folder = os.path.dirname(self.path)
         if not os.path.isdir(folder):
@@ -157,8 +157,8 @@ class record:
         if why or lost:
             warnings.warn(
                 f"dask-gpurt: the recording {self.path!r} is not whole: {why or 'the disk was too slow'}; {lost:,} "
-                "records are missing at least. Remedy: room in the scheduler's --local-directory. `dask gpurt trace "
-                "--damaged` takes what is good of it",
+                f"records are missing at least. Remedy: {self.summary['remedy']}. `dask gpurt trace --damaged` takes "
+                "what is good of it",
                 stacklevel=3,
             )
 
@@ -196,6 +196,7 @@ def _begin(dask_scheduler: Scheduler, name: str, client: str) -> str | None:
 async def _end(dask_scheduler: Scheduler, name: str) -> dict[str, Any]:
     """Runs on the scheduler."""
     from dask_gpurt.observe.trace.recorder import TraceRecorder
+    from dask_gpurt.observe.trace.writer import FAULT
 
     # It stays a plugin until the file was fetched: a client that leaves before takes the file along.
     recorder = dask_scheduler.plugins.get(name)
@@ -214,6 +215,7 @@ async def _end(dask_scheduler: Scheduler, name: str) -> dict[str, Any]:
         "records": writer.records,
         "lost_records": writer.lost,
         "error": writer.error or recorder.last_error,
+        "remedy": FAULT if writer.error is None and recorder.last_error is not None else writer.remedy,
     }
 
 

@@ -146,7 +146,7 @@ class TraceRecorder(SchedulerPlugin):
 
         Not all at once: 100,000 of them would block the loop for two seconds.
         """
-        if self._writer is None or self._earlier is None:
+        if self._has_ended() or self._writer is None or self._earlier is None:
             return
         loop = asyncio.get_running_loop()
         if self._writer.is_behind:  # it would have to drop blocks
@@ -205,10 +205,15 @@ class TraceRecorder(SchedulerPlugin):
         self, scheduler: Scheduler, *, client: str, keys: Iterable[Key], tasks: Iterable[Key], **kwargs: Any
     ) -> None:
         """A client has submitted a graph."""
+        if self._has_ended():
+            return
         self._guarded(self._graph, scheduler, client, keys, tasks)
 
     def transition(self, key: Key, start: str, finish: str, *args: object, **kwargs: Any) -> None:
         """A task went from one state to another."""
+        writer = self._writer
+        if writer is None or writer.error is not None:  # as `_has_ended`, without the price of a call
+            return
         # Most transitions are none of these.
         if finish == "processing":
             self._guarded(self._assigned, key)
@@ -219,20 +224,20 @@ class TraceRecorder(SchedulerPlugin):
             self._event(_RELEASED, key)
         elif finish == "erred":
             self._guarded(self._erred, key, kwargs)
-        if finish == "forgotten" and self._writer is not None and (number := self._tasks.pop(key, None)) is not None:
+        if finish == "forgotten" and (number := self._tasks.pop(key, None)) is not None:
             self._unwritten.discard(key)
             self._add([_FORGOTTEN, number, self._now()])
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """A worker has come."""
         ws = scheduler.workers.get(worker)
-        if self._writer is not None and ws is not None:
+        if not self._has_ended() and ws is not None:
             self._worker(ws)
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: object) -> None:
         """A worker has left."""
         number = self._workers.pop(worker, None)
-        if self._writer is not None and number is not None:
+        if not self._has_ended() and number is not None:
             self._add([int(Kind.WORKER_GONE), number, self._now()])
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
@@ -244,6 +249,13 @@ class TraceRecorder(SchedulerPlugin):
             ).start()
 
     # ------------------------------------------------------------------ records
+
+    def _has_ended(self) -> bool:
+        """Whether nothing that happens is written any more: before and after all, and from the writer's first error on.
+
+        The plugin stays after an error: its client asks it for the file, which may be hours later.
+        """
+        return self._writer is None or self._writer.error is not None
 
     def _graph(self, scheduler: Scheduler, client: str, keys: Iterable[Key], tasks: Iterable[Key]) -> None:
         known, new = self._tasks, self._tasks_of(tasks)
@@ -399,7 +411,7 @@ class TraceRecorder(SchedulerPlugin):
 
     def _event(self, kind: int, key: Hashable) -> None:
         number = self._tasks.get(key)
-        if number is not None and self._writer is not None:
+        if number is not None:
             self._add([kind, number, self._now()])
 
     # ------------------------------------------------------------------ samples
@@ -415,6 +427,10 @@ class TraceRecorder(SchedulerPlugin):
         if self._writer.error is not None:
             logger.warning("dask-gpurt: the recording into %s has ended: %s", self.path, self._writer.error)
             self._ticks.stop()
+            self._flush()  # counted as lost
+            self._earlier = None
+            self._tasks.clear()
+            self._unwritten.clear()
             return
         if self._rhythm.tick(self.scheduler):
             self._guarded(self._sample)

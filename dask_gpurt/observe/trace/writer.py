@@ -1,6 +1,6 @@
 """`Writer`: writes blocks from a thread of its own, so that the event loop waits for neither disk nor compression.
 
-The queue is bounded in records. When the disk is slower than the run for so long that it fills, blocks are dropped
+The queue is bounded in blocks. When the disk is slower than the run for so long that it fills, blocks are dropped
 and counted, but for the names of workers and prefixes in them: a recorder must neither slow down what it records nor
 take the scheduler's memory. The first error, such as a full disk, ends the recording and is kept as text. So does a
 file of `MAX_BYTES`.
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 MAX_WAITING = 64
 #: bytes of a file, after which a recording ends: one that a setting began goes on for as long as the scheduler
 MAX_BYTES = 4 * 2**30
+#: the remedy for what should not be
+FAULT = "report this, it is a fault of dask-gpurt"
 #: records that give others their names
 _NAMES = (int(Kind.WORKER), int(Kind.PREFIX))
 
@@ -68,7 +70,9 @@ class Writer:
         self._names: list[list[Any]] = []
         #: why it ended early; None: it did not. The file is whole where it is full
         self.error: str | None = None
-        self._full = False
+        self.full = False
+        #: what helps against the error, or against records that were dropped for want of time
+        self.remedy = "a --local-directory of the scheduler on a faster disk"
         self._file = os.fdopen(descriptor, "wb")
         self._queue: queue.Queue[list[list[Any]] | None] = queue.Queue(MAX_WAITING)
         self._thread = threading.Thread(target=self._run, name="gpurt-trace", daemon=True)
@@ -101,16 +105,21 @@ class Writer:
         self._queue.put(None)
         self._thread.join()
         try:
-            if self.error is None or self._full:
+            if self.error is None or self.full:
                 self.records += len(self._names)
                 self._write([*self._names, last(self.records, self.lost)])
         except OSError as e:
-            self.error = str(e)
+            self._failed(e, str(e))
         finally:
             try:
                 self._file.close()
             except OSError as e:  # the buffer's last flush
-                self.error = self.error or str(e)
+                if self.error is None:
+                    self._failed(e, str(e))
+
+    def _failed(self, e: Exception, text: str) -> None:
+        self.remedy = "room in the scheduler's --local-directory" if isinstance(e, OSError) else FAULT
+        self.error = text
 
     def _write(self, records: list[list[Any]]) -> None:
         block = pack(records)
@@ -125,13 +134,13 @@ class Writer:
             while (records := self._queue.get()) is not None:
                 self._write(records)
                 if self.bytes >= MAX_BYTES:
-                    self._full = True
+                    self.full, self.remedy = True, "record a shorter part of the run"
                     self.error = f"the file has {self.bytes:,} bytes, and {MAX_BYTES:,} are allowed"
                     break
             else:
                 return
         except Exception as e:
-            self.error = f"{type(e).__name__}: {e}"
+            self._failed(e, f"{type(e).__name__}: {e}")
         # A close waits for nothing; what still comes is counted by `put`.
         while (records := self._queue.get()) is not None:
             self.lost += len(records)

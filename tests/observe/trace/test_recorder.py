@@ -8,6 +8,7 @@ import math
 import os
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -172,10 +173,10 @@ def test_a_recording_ends_with_a_whole_file_of_the_largest_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(writer_module, "MAX_BYTES", 100)
-    recorder = TraceRecorder(str(tmp_path / "t"))
+    recorder, scheduler = TraceRecorder(str(tmp_path / "t")), _scheduler(3)
 
     async def go() -> None:
-        recorder.open(_scheduler(3), {"policy": "stock"})
+        recorder.open(scheduler, {"policy": "stock"})
         recorder._tick()
         while recorder.statistics()["recording"]:  # noqa: ASYNC110 (a thread ends it)
             await asyncio.sleep(0.001)
@@ -184,14 +185,64 @@ def test_a_recording_ends_with_a_whole_file_of_the_largest_size(
         assert not recorder._ticks.is_running()
         assert "100 are allowed" in recorder.statistics()["error"]
         assert caplog.text.count("has ended") == 1
+        # The plugin stays until its client comes for the file, and costs nothing more.
+        with mock.patch.object(recorder, "_guarded") as guarded:
+            recorder.update_graph(scheduler, client="c", keys=[("t", 1)], tasks=[("t", 1)])
+            for start, finish in (("waiting", "processing"), ("processing", "memory"), ("memory", "forgotten")):
+                recorder.transition(("t", 1), start, finish)
+            recorder.add_worker(scheduler, "tcp://a:1")
+            recorder.remove_worker(scheduler, "tcp://a:1")
+        assert not guarded.called
+        assert (recorder._block, recorder._tasks) == ([], {})
         writer = recorder.stop()
         assert writer is not None
         writer.close(recorder.last)
+        assert writer.remedy == "record a shorter part of the run"
 
     asyncio.run(go())
     trace = Trace.load(tmp_path / "t")
     assert len(trace.tasks) == 3
     assert trace.lost_records
+
+
+@pytest.mark.parametrize(
+    ("lacks", "said"),
+    [
+        (None, "the disk was too slow; 3 records .* Remedy: a --local-directory of the scheduler on a faster disk"),
+        (
+            OSError(28, "No space left on device"),
+            r"No space left.* Remedy: room in the scheduler's --local-directory\.",
+        ),
+        (TypeError("cannot pack"), r"TypeError: cannot pack; .* Remedy: report this"),
+        ("hook", r"TypeError: in a hook; .* Remedy: report this"),
+        ("full", r"are allowed; .* Remedy: record a shorter part of the run\."),
+    ],
+    ids=str,
+)
+def test_the_remedy_is_for_what_a_recording_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: Any, said: str
+) -> None:
+    recorder = TraceRecorder(str(tmp_path / "t"), name="one")
+    if lacks == "full":
+        monkeypatch.setattr(writer_module, "MAX_BYTES", 1)
+    elif isinstance(lacks, Exception):
+        monkeypatch.setattr(writer_module, "pack", mock.Mock(side_effect=lacks))
+    elif lacks == "hook":
+        recorder.errors, recorder.last_error = 1, "TypeError: in a hook"
+
+    async def go() -> dict[str, Any]:
+        scheduler = _scheduler(1)
+        recorder.open(scheduler, {"policy": "stock"})
+        scheduler.plugins = {"one": recorder}
+        assert recorder._writer is not None
+        if lacks is None:
+            recorder._writer.lost = 3
+        return await recording._end(scheduler, "one")
+
+    ended = recording.record(None, tmp_path / "u")  # type: ignore[arg-type]
+    ended.summary = asyncio.run(go())
+    with pytest.warns(UserWarning, match=said):
+        ended._warn()
 
 
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)])
