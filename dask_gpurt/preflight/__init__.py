@@ -5,9 +5,10 @@
 * `restrictions.ClassRestrictions`: ``annotate(gpurt={"node_class": ...})`` as restrictions of workers.
 * `checks`, `known_answer`, `judge`: the checks, the computation whose answer is known, and the verdict; pure.
 
-``gpurt.preflight`` says what becomes of a worker that fails: ``warn`` (the default), ``hold``, ``close``, or ``off``.
+``gpurt.preflight`` says what becomes of a worker that fails: ``warn``, ``hold`` or ``close``. With ``off``, the default,
+nothing is checked, and nodes are told all the same.
 
-Why ``warn`` is the default. A worker that is held comes later than its neighbours, by a second or so. Meanwhile a
+Why ``hold`` is not the default. A worker that is held comes later than its neighbours, by a second or so. Meanwhile a
 shuffle that begins pins its outputs to those that are there, ``scatter`` gives up after two seconds without a running
 worker, and all root tasks go to the first that passes. So holding can lose against stock Dask on a healthy cluster.
 Those who start long-lived clusters on many nodes gain more from it than they lose.
