@@ -14,5 +14,5 @@ async def known_as(worker: Worker) -> str | None:
     It differs from the worker's own where ``--contact-address`` has the name of a host, or no protocol: the scheduler
     resolves it. It is asked, as a name may stand for another address here: that of a host itself often is 127.0.1.1.
     """
-    told = await worker.scheduler.ncores(workers=[worker.contact_address or worker.address])
-    return next(iter(told), None)
+    known = await worker.scheduler.ncores(workers=[worker.contact_address or worker.address])
+    return next(iter(known), None)
