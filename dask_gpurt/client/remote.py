@@ -189,16 +189,17 @@ def quarantined(dask_scheduler: Scheduler, hold: list[str], release: list[str], 
     plugin = _plugin(dask_scheduler)
     if plugin is None or plugin.quarantine is None:
         return None
+    quarantine = plugin.quarantine
     names = {str(ws.name): ws.address for ws in dask_scheduler.workers.values()}
     addresses = {word: names.get(word, word) for word in (*hold, *release)}
     unknown = [word for word, address in addresses.items() if address not in dask_scheduler.workers]
-    if unknown:
-        return {"unknown": unknown, "known": list(dask_scheduler.workers)}
-    quarantine = plugin.quarantine
+    absent = [word for word in unknown if word in release and quarantine.release_name(word)]
+    if len(absent) < len(unknown):
+        return {"unknown": [word for word in unknown if word not in absent], "known": list(dask_scheduler.workers)}
     now_held = quarantine.hold([addresses[word] for word in hold], why)
     not_held = [word for word in hold if addresses[word] not in now_held]
     released = quarantine.release([addresses[word] for word in release])
-    return {**quarantine.statistics(), "not_held": not_held, "released": released}
+    return {**quarantine.statistics(), "not_held": not_held, "released": [*released, *absent]}
 
 
 # ------------------------------------------------------------------ on a worker

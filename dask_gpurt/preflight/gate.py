@@ -106,13 +106,15 @@ class Gate(SchedulerPlugin):
     # ------------------------------------------------------------------ life
 
     async def start(self, scheduler: Scheduler) -> None:
-        """Install. Workers that are there go on.
+        """Install. Workers that are there go on. A second call does nothing.
 
         Raises
         ------
         SeamMismatch
             This distributed is not one we know. Nothing was changed.
         """
+        if self._scheduler is not None:
+            return
         handler = scheduler.stream_handlers.get("worker-status-change")
         require_call(handler, "the scheduler's worker-status-change", status="running", worker="w", stimulus_id="s")
         require_names(scheduler, "Scheduler", _NAMES)

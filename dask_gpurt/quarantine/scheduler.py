@@ -23,6 +23,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from distributed import SchedulerPlugin
+from distributed.comm import get_address_host
 
 from dask_gpurt.model.circuit_breaker import Guard
 from dask_gpurt.model.events import Event, Sink, null_sink
@@ -93,7 +94,8 @@ class Quarantine(SchedulerPlugin):
         self._why: dict[str, Suspect] = {}
         #: what was said of whom and still counts, and why workers are out; newest last
         self._said: dict[tuple[str, Cause, str], Suspect] = {}
-        #: name of a worker that must not come back by itself -> why; its nanny starts it under the same name
+        #: name of a worker that must not come back by itself -> why; its nanny starts it under the same name. Another
+        #: host may have a worker of that name later, as when a cluster gets smaller and larger
         self._names: dict[object, Suspect] = {}
         #: slow worker -> known computations in time so far
         self._in_time: dict[str, int] = {}
@@ -103,13 +105,15 @@ class Quarantine(SchedulerPlugin):
     # ------------------------------------------------------------------ life
 
     async def start(self, scheduler: Scheduler) -> None:
-        """Install.
+        """Install. A second call does nothing: a scheduler that is not up yet starts all of its plugins, later.
 
         Raises
         ------
         SeamMismatch
             This distributed is not one we know. Nothing was changed.
         """
+        if self._scheduler is not None:
+            return
         holds = Holds(scheduler, lambda: self.guard.failed("drain"))
         holds.check()
         self._scheduler, self._holds = scheduler, holds
@@ -170,7 +174,9 @@ class Quarantine(SchedulerPlugin):
         for key, suspect in suspects.items():
             self._judge(key, suspect)
         for ws in [ws for ws in scheduler.workers.values() if ws.name in self._names]:
-            if ws.address not in holds.held and self._others_run(ws.address) and holds.hold(ws.address):
+            if get_address_host(self._names[ws.name].worker) != get_address_host(ws.address):
+                del self._names[ws.name]
+            elif ws.address not in holds.held and self._others_run(ws.address) and holds.hold(ws.address):
                 why = dataclasses.replace(self._names[ws.name], worker=ws.address)
                 self._why[ws.address] = self._names[ws.name] = why
                 self._tell("held", why, "is back, and gets no task")
@@ -267,6 +273,13 @@ class Quarantine(SchedulerPlugin):
         """Let workers in again, and hold against them only what happens from now on; returns those that were out."""
         assert self._holds is not None
         return [worker for worker in workers if worker in self._holds.held and self._let_go(worker, "works again")]
+
+    def release_name(self, word: str) -> bool:
+        """Let a worker of that name in when it comes; whether it was kept out. For one that is not here now."""
+        there = [name for name in self._names if str(name) == word]
+        for name in there:
+            del self._names[name]
+        return bool(there)
 
     def _let_go(self, worker: str, what: str) -> bool:
         assert self._holds is not None

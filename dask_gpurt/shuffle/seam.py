@@ -183,6 +183,8 @@ FIELDS: tuple[tuple[Any, str], ...] = (
     (ShuffleRunSpec, "spec"),
     (ShuffleRunSpec, "worker_for"),
 )
+#: the attribute of our `teardown` that says what it awaits
+_LAST = "gpurt_last"
 #: the annotation by which `_set_restriction` remembers what an output's task was restricted to
 _RESTRICTED = "shuffle_original_restrictions"
 _SPEC_FIELDS = {"id", "disk", "npartitions", "column", "meta", "parts_out", "drop_column"}
@@ -371,15 +373,22 @@ def _find_common_type() -> Any:
 
 
 def on_teardown(plugin: ShuffleWorkerPlugin, last: Callable[[], Awaitable[None]]) -> None:
-    """Have a worker's shuffle plugin await `last` after it is torn down, which happens when the worker closes."""
+    """Have a worker's shuffle plugin await `last` after it is torn down, which happens when the worker closes.
+
+    It takes the place of the one before: that has been awaited, and the plugin outlives many of them.
+    """
     inner = plugin.teardown
+    if hasattr(inner, _LAST):
+        vars(inner)[_LAST] = last
+        return
 
     async def teardown(worker: Worker) -> None:
         try:
             await inner(worker)
         finally:
-            await last()
+            await vars(teardown)[_LAST]()
 
+    vars(teardown)[_LAST] = last
     plugin.teardown = teardown
 
 

@@ -266,10 +266,8 @@ class RunRecorder:
         """
         tasks = self._scheduler.tasks
         for run in self._live:
-            for _ in range(SWEPT):
-                if not run.pending:
-                    break
-                key = next(iter(run.pending))
+            # At once: a dict keeps the places of what was taken out, and each look for the first would pass them all.
+            for key in list(itertools.islice(run.pending, SWEPT)):
                 ts = tasks.get(key)
                 if ts is None or not ts.who_wants:
                     # What later graphs need is superseded: data that was persisted, and then others made of it.

@@ -15,7 +15,9 @@ Workers ask while their memory is pressed (`worker`). While none does, nothing i
 looks for workers that begin or end to ask.
 
 A worker takes away by itself the uses that it executes. `_sent` follows what each worker believes. A message is due
-only when the soonest use it believes in is not the right one, or when it is about to run out of uses.
+only when the soonest use it believes in is not the right one, or when it is about to run out of uses. Of a key that
+more than `MANY_HOLDERS` workers hold it is due when one is about to run out, and when no use is left: each use ends
+with one task somewhere, and would be news for all of them.
 
 An unknown op closes a worker. So only those get messages whose last heartbeat, since the start, carried our `PROTOCOL`.
 A worker may remove its part, on the word of another connection, while messages are under way. So `stop` ends the stream
@@ -60,6 +62,8 @@ FLUSH_KEYS = 500
 LOW = 2
 #: more waiters than this are kept sorted instead of being sorted anew for every message
 MANY_WAITERS = 64
+#: more holders than this hear only what they need
+MANY_HOLDERS = 8
 
 _ATTRIBUTES = (
     (TaskState, "TaskState", ("dependencies", "key", "priority", "waiters", "who_has")),
@@ -82,7 +86,7 @@ class NextUsePlugin(TierPlugin):
         self._dirty: dict[TaskState, None] = {}
         #: task -> worker -> the uses it believes in; None: it has used them up
         self._sent: dict[TaskState, dict[WorkerState, Uses | None]] = {}
-        #: task with many waiters -> its waiters, latest use first; finished ones are dropped when met
+        #: task with many waiters -> its waiters, latest use first; those that wait no more are dropped when met
         self._sorted: dict[TaskState, list[TaskState]] = {}
         #: workers that ask, and whose keys are noted
         self._ready: set[WorkerState] = set()
@@ -214,7 +218,8 @@ class NextUsePlugin(TierPlugin):
             for dts in ts.dependencies:
                 if dts.who_has:
                     dirty[dts] = None
-                    self._sorted.pop(dts, None)
+                    if finish == "waiting" and (order := self._sorted.get(dts)) is not None:
+                        _insert(order, ts)
         if start == "memory":
             dirty.pop(ts, None)
             self._sent.pop(ts, None)
@@ -231,7 +236,7 @@ class NextUsePlugin(TierPlugin):
             return True
         left = without(uses, use)
         sent[ws] = left or None
-        return len(left) < LOW or len(dts.who_has) > 1
+        return len(left) < LOW or 1 < len(dts.who_has) <= MANY_HOLDERS
 
     def remove_worker(self, scheduler: Scheduler, worker: str, *, stimulus_id: str, **kwargs: object) -> None:
         """Forget a worker."""
@@ -292,7 +297,11 @@ class NextUsePlugin(TierPlugin):
             if sent is None:
                 sent = self._sent.setdefault(ts, {})
             believed = sent.get(ws)
-            if believed is None or believed[:1] != now[:1] or len(believed) < min(LOW, len(now)):
+            if believed is None or len(believed) < min(LOW, len(now)):
+                due = True
+            else:
+                due = believed[:1] != now[:1] and (len(holders) <= MANY_HOLDERS or not now)
+            if due:
                 messages.setdefault(ws.address, []).append((ts.key, now))
                 sent[ws] = now
 
@@ -304,7 +313,7 @@ class NextUsePlugin(TierPlugin):
             self._sorted.pop(ts, None)
             return tuple(sorted(_priorities(waiters))[:KEEP])
         order = self._sorted.get(ts)
-        if order is None:
+        if order is None or len(order) > 2 * len(waiters):  # absent, or mostly of tasks that were given up
             order = [w for w in waiters if w.priority is not None]
             order.sort(key=lambda w: w.priority, reverse=True)
             self._sorted[ts] = order
@@ -335,6 +344,21 @@ class NextUsePlugin(TierPlugin):
                 if sent is not None:
                     sent.pop(ws, None)
         return True
+
+
+def _insert(order: list[TaskState], ts: TaskState) -> None:
+    """Put a task in its place among waiters, the latest first. One with the priority of another may be there twice."""
+    if ts.priority is None:
+        return
+    low, high = 0, len(order)
+    while low < high:
+        middle = (low + high) // 2
+        if order[middle].priority > ts.priority:
+            low = middle + 1
+        else:
+            high = middle
+    if low == len(order) or order[low] is not ts:
+        order.insert(low, ts)
 
 
 def _priorities(tasks: Iterable[TaskState]) -> list[tuple[float, ...]]:
