@@ -193,9 +193,10 @@ def quarantined(dask_scheduler: Scheduler, hold: list[str], release: list[str], 
     names = {str(ws.name): ws.address for ws in dask_scheduler.workers.values()}
     addresses = {word: names.get(word, word) for word in (*hold, *release)}
     unknown = [word for word, address in addresses.items() if address not in dask_scheduler.workers]
-    absent = [word for word in unknown if word in release and quarantine.release_name(word)]
+    absent = [word for word in unknown if word in quarantine.names() and word not in hold]
     if len(absent) < len(unknown):
         return {"unknown": [word for word in unknown if word not in absent], "known": list(dask_scheduler.workers)}
+    quarantine.release_names(absent)
     now_held = quarantine.hold([addresses[word] for word in hold], why)
     not_held = [word for word in hold if addresses[word] not in now_held]
     released = quarantine.release([addresses[word] for word in release])

@@ -14,6 +14,7 @@ paused: a cluster must not hang.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import enum
 import logging
@@ -34,7 +35,7 @@ from dask_gpurt.quarantine.hold import Holds
 from dask_gpurt.quarantine.worker import KEY, OP
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from distributed import Scheduler
 
@@ -174,7 +175,7 @@ class Quarantine(SchedulerPlugin):
         for key, suspect in suspects.items():
             self._judge(key, suspect)
         for ws in [ws for ws in scheduler.workers.values() if ws.name in self._names]:
-            if get_address_host(self._names[ws.name].worker) != get_address_host(ws.address):
+            if _host(self._names[ws.name].worker) != _host(ws.address):
                 del self._names[ws.name]
             elif ws.address not in holds.held and self._others_run(ws.address) and holds.hold(ws.address):
                 why = dataclasses.replace(self._names[ws.name], worker=ws.address)
@@ -274,12 +275,13 @@ class Quarantine(SchedulerPlugin):
         assert self._holds is not None
         return [worker for worker in workers if worker in self._holds.held and self._let_go(worker, "works again")]
 
-    def release_name(self, word: str) -> bool:
-        """Let a worker of that name in when it comes; whether it was kept out. For one that is not here now."""
-        there = [name for name in self._names if str(name) == word]
-        for name in there:
-            del self._names[name]
-        return bool(there)
+    def names(self) -> set[str]:
+        """Names of which a worker is kept out when it comes back."""
+        return set(map(str, self._names))
+
+    def release_names(self, words: Collection[str]) -> None:
+        """Let workers of these names in when they come."""
+        self._names = {name: why for name, why in self._names.items() if str(name) not in words}
 
     def _let_go(self, worker: str, what: str) -> bool:
         assert self._holds is not None
@@ -357,3 +359,9 @@ async def _measured(scheduler: Scheduler, workers: list[str]) -> dict[str, float
     # Each by itself: one that hangs must not keep the others out.
     answers = await asyncio.gather(*map(one, workers), return_exceptions=True)
     return {worker: answer for worker, answer in zip(workers, answers, strict=True) if isinstance(answer, float)}
+
+
+def _host(address: str) -> str:
+    with contextlib.suppress(ValueError):
+        return str(get_address_host(address))
+    return address

@@ -7,7 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from distributed import Scheduler
 
+from dask_gpurt.client import remote
+from dask_gpurt.preflight.gate import Gate
+from dask_gpurt.preflight.members import Mode as GateMode
 from dask_gpurt.quarantine import scheduler as quarantine
 from dask_gpurt.quarantine.evidence import SLOW_SECONDS, Cause, Suspect
 from dask_gpurt.quarantine.scheduler import Mode, Quarantine
@@ -83,6 +87,32 @@ def test_the_only_one_that_runs_works_on() -> None:
     assert q._why["a"].cause == "slow", "now it is held"
 
 
+def test_a_name_that_another_host_has_later_is_not_kept_out() -> None:
+    """A cluster that gets smaller and larger gives the names of workers that have left again."""
+    s = Script()
+    q = s.quarantine
+    q._names["worker-b"] = Suspect("tcp://elsewhere:1", Cause.HARDWARE, "Xid 79", "replace it")
+    q.look()
+    assert "b" not in q._why
+    assert "worker-b" not in q._names
+
+
+def test_a_name_is_released_while_no_worker_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = Quarantine(Mode.ALARM, dict)
+    q._holds = SimpleNamespace(held={}, unique=lambda worker: 0)  # type: ignore[assignment]
+    q._scheduler = scheduler = SimpleNamespace(workers={}, running=[])  # type: ignore[assignment]
+    q._names[7] = Suspect("tcp://gone:1", Cause.ASKED, "fan failed", "dask gpurt release")
+    monkeypatch.setattr(remote, "_plugin", lambda scheduler: SimpleNamespace(quarantine=q))
+    refused = remote.quarantined(scheduler, [], ["7", "8"], "")  # type: ignore[arg-type]
+    assert refused is not None
+    assert refused["unknown"] == ["8"]
+    assert q.names() == {"7"}, "nothing was changed"
+    answer = remote.quarantined(scheduler, [], ["7"], "")  # type: ignore[arg-type]
+    assert answer is not None
+    assert answer["released"] == ["7"]
+    assert not q.names()
+
+
 def test_one_that_is_back_works_while_no_other_runs() -> None:
     s = Script(running="b")
     q = s.quarantine
@@ -122,3 +152,37 @@ def test_one_that_does_not_answer_keeps_no_other_out(monkeypatch: pytest.MonkeyP
     fake: Any = SimpleNamespace(broadcast=broadcast)
     answers = asyncio.run(quarantine._measured(fake, ["a", "hung", "gone", "b"]))
     assert answers == {"a": 0.5, "b": 0.5}
+
+
+def test_a_scheduler_that_starts_its_plugins_later_starts_this_one_once() -> None:
+    """As after a preload. Two chains of timers ran, and the end of it cancelled one."""
+
+    async def check() -> None:
+        q = Quarantine(Mode.ALARM, dict)
+        async with Scheduler(dashboard_address=":0", port=0) as scheduler:
+            await q.start(scheduler)
+            timer = q._timer
+            await q.start(scheduler)
+            assert q._timer is timer
+            q.stop()
+            assert timer is not None
+            assert timer.cancelled()
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("mode", ["hold", "close"])
+def test_so_does_the_gate_of_new_workers(mode: str) -> None:
+    """Its handler was wrapped twice, and the end of it unwrapped one."""
+
+    async def check() -> None:
+        gate = Gate(GateMode(mode))
+        async with Scheduler(dashboard_address=":0", port=0) as scheduler:
+            stock = scheduler.stream_handlers["worker-status-change"]
+            await gate.start(scheduler)
+            await gate.start(scheduler)
+            assert scheduler.stream_handlers["worker-status-change"] is not stock
+            gate.stop()
+            assert scheduler.stream_handlers["worker-status-change"] == stock
+
+    asyncio.run(check())

@@ -7,6 +7,7 @@ import functools
 import json
 import logging
 from types import SimpleNamespace
+from typing import Any
 
 import dask.array as da
 import pandas as pd
@@ -376,3 +377,25 @@ async def test_too_many_failures_leave_new_shuffles_to_dask(c, s, a, b):
     again = await ShuffleTakeover.install(s, ON)
     assert len(await c.compute(source(left).shuffle("k", npartitions=5))) == 480
     assert again.statistics()["runs"] == 1
+
+
+def test_the_end_of_a_worker_awaits_the_newest_plane_once() -> None:
+    """Its plugin outlives `detach`, and each attach wrapped its teardown once more, around a plane that was kept."""
+    ended: list[str] = []
+
+    async def torn_down(worker: Any) -> None:
+        ended.append("stock")
+
+    def last(name: str) -> Any:
+        async def stop() -> None:
+            ended.append(name)
+
+        return stop
+
+    plugin: Any = SimpleNamespace(teardown=torn_down)
+    seam.on_teardown(plugin, last("first"))
+    wrapped = plugin.teardown
+    seam.on_teardown(plugin, last("second"))
+    assert plugin.teardown is wrapped
+    asyncio.run(plugin.teardown(None))
+    assert ended == ["stock", "second"]

@@ -16,8 +16,9 @@ Three things a group must not do, as its steps by themselves would not:
   partitions than threads: they may be all the parallelism that there is. So are functions of the user's side by side
   where the partitions leave threads idle at the end. A chain has none to lose.
 * *Hold.* What a task has in hand while it runs cannot be spilled: its inputs until it ends, and results of its steps.
-  A group has no more than `MOST_ALIVE` of them at a time, where one step has two or three. A wider one is cut where a
-  result is read twice, which leaves trees, and a tree that is still too wide is left.
+  A group has no more than `MOST_ALIVE` of them at a time, where one step has two or three; or, where the columns of
+  all of them are known, hardly more columns than the largest of its steps by itself. A wider one is cut where a result
+  is read twice, which leaves trees, and a tree that is still too wide is left.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from dask.order import order
-from dask.task_spec import Task, TaskRef
+from dask.task_spec import DataNode, Task, TaskRef
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Container, Iterable, Mapping
+    from collections.abc import Callable, Collection, Container, Iterable, Mapping
 
     from dask.typing import Key
 
@@ -47,10 +48,19 @@ _SHORT = ("UFuncElemwise",)
 
 #: inputs, and results of its steps, that a task may hold at a time; masks, of a byte a row, are an eighth of one
 MOST_ALIVE = 4.0
+#: columns that a task may hold at a time, over those that the largest of its steps holds by itself
+MOST_COLUMNS = 1.25
 #: of the time of all rounds, what the last may waste with steps that could run side by side
 MOST_IDLE = 1.1
 #: times that groups are cut anew; what has still steps that need not the same is left
 _ROUNDS = 8
+#: kinds whose result has as many columns as the widest of their inputs, or fewer
+_NO_WIDER = (
+    *("Add", "AsType", "Chunk", "Div", "Filter", "FloorDiv", "GroupByChunk", "Mod", "Mul", "Neg", "P2PShuffle"),
+    *("Partitions", "Pow", "Sub"),
+)
+#: kinds whose result has the columns of all of their inputs, or fewer
+_JOINS = ("BlockwiseMerge", "HashJoinP2P")
 #: kinds whose result is a mask
 _MASKS = ("And", "Between", "EQ", "GE", "GT", "Invert", "IsNa", "Isin", "LE", "LT", "NE", "NotNull", "Or")
 
@@ -73,8 +83,11 @@ class Steps:
         #: of these, those whose result is a mask, and those that may take long
         self.masks: set[str] = set()
         self.long: set[str] = set()
-        #: names of data of the client's, which are there from the start
+        #: names of data of the client's, which are there from the start, and of those that are small
         self.there: set[str] = set()
+        self.small: set[str] = set()
+        #: name -> columns of its result, where the expression says so
+        self.columns: dict[str, int] = {}
         #: name -> names of those that read it, and of those that it reads
         self.readers: defaultdict[str, set[str]] = defaultdict(set)
         self.reads: dict[str, set[str]] = {}
@@ -90,6 +103,8 @@ class Steps:
             name = one._name
             if done:
                 self.order.append(name)
+                if (columns := _columns(one, self.columns)) is not None:
+                    self.columns[name] = columns
             elif name not in self.reads:
                 below = one.dependencies()
                 self.reads[name] = {other._name for other in below}
@@ -166,24 +181,66 @@ class Steps:
             needs[name] = set().union(*(needs.get(other, {other} - self.there) for other in self.reads[name]))
         return {other for name in group for other in self.reads[name] if other in needs and needs[other] != needs[name]}
 
-    def alive(self, group: list[str]) -> float:
+    def fits(self, group: list[str]) -> bool:
+        """Whether a task of a group holds no more at a time than it may."""
+        if self.alive(group, self._weight) <= MOST_ALIVE:
+            return True
+        names = set(group).union(*(self.reads[name] for name in group)) - self.small
+        if not names <= self.columns.keys():
+            return False
+        largest = max(self._width(name) + sum(map(self._width, self.reads[name])) for name in group)
+        return self.alive(group, self._width) <= MOST_COLUMNS * largest
+
+    def alive(self, group: list[str], weight: Callable[[str], float]) -> float:
         """Inputs, and results of its steps, that a group holds at most at a time, run in the order of Dask's."""
         inside = set(group)
         reads = {name: self.reads[name] & inside for name in group}
         places = order({name: Task(name, len, *map(TaskRef, below)) for name, below in reads.items()})
         unread = {name: len(self.readers[name] & inside) for name in group}
         # A task has all of its inputs until it ends.
-        now = most = sum(self._weight(name) for name in set().union(*(self.reads[name] for name in group)) - inside)
+        now = most = sum(weight(name) for name in set().union(*(self.reads[name] for name in group)) - inside)
         for name in sorted(group, key=places.__getitem__):
-            now += self._weight(name)
+            now += weight(name)
             most = max(most, now)
             for below in reads[name]:
                 unread[below] -= 1
-                now -= 0 if unread[below] else self._weight(below)
+                now -= 0 if unread[below] else weight(below)
         return most
 
     def _weight(self, name: str) -> float:
-        return 0.125 if name in self.masks else 1.0
+        """Of a result, where each counts as one."""
+        return 0.0 if name in self.small else 0.125 if name in self.masks else 1.0
+
+    def _width(self, name: str) -> float:
+        """Of a result, in columns of numbers."""
+        return 0.0 if name in self.small else self.columns[name] * (0.125 if name in self.masks else 1.0)
+
+
+def _columns(one: Any, known: Mapping[str, int]) -> int | None:
+    """Columns of an expression's result, by its operands: to make its empty frame would take long.
+
+    Parameters
+    ----------
+    known
+        Of those that it reads, by their names; absent: not known.
+    """
+    kind = type(one).__name__
+    if kind in ("FusedIO", "FusedParquetIO"):
+        return _columns(one.operand("_expr"), known)
+    if kind == "Projection" or kind.startswith("ReadParquet"):
+        columns = one.operand("columns")
+        # A reader without a list reads all columns.
+        return len(columns) if isinstance(columns, list) else 1 if kind == "Projection" else None
+    below = [known.get(other._name) for other in one.dependencies()]
+    if kind == "Assign" and below and below[0] is not None:
+        return below[0] + len(one.operands) // 2  # a frame, then names and values
+    if kind in _JOINS and None not in below:
+        return sum(columns for columns in below if columns is not None)
+    if kind in _MASKS or kind in _NO_WIDER:
+        some = [columns for columns in below if columns is not None]
+        # The values of an `isin` have none.
+        return max(some) if some and (len(some) == len(below) or kind == "Isin") else None
+    return None
 
 
 def fused(
@@ -213,24 +270,27 @@ def fused(
     if len(steps.names) < 2:
         return graph
     partitions: defaultdict[str, set[int]] = defaultdict(set)
-    for key in graph:
+    for key, task in graph.items():
+        if type(task) is DataNode and type(key) is tuple:
+            # As the values of an `isin`. They travel with the graph, and Dask warns where that is large.
+            steps.there.add(key[0])
+            steps.small.add(key[0])
         if type(key) is tuple and len(key) == 2 and key[0] in steps.names:
             partitions[key[0]].add(key[1])
     kept = {_name(key) for key in asked} | {name for name in steps.names if name in known}
     groups = steps.groups(partitions, kept, threads)
     for _ in range(_ROUNDS):
+        # What is late first: a group that is too wide may fit when that is cut.
         cut = {name for group in groups.values() for name in steps.late(group)}
-        wide = [group for group in groups.values() if steps.alive(group) > MOST_ALIVE]
-        cut.update(name for group in wide for name in group[1:] if len(steps.readers[name]) > 1)
+        if not cut:
+            wide = [group for group in groups.values() if not steps.fits(group)]
+            cut = {name for group in wide for name in group[1:] if len(steps.readers[name]) > 1}
         if not cut:
             break
         kept |= cut
         groups = steps.groups(partitions, kept, threads)
     top = {
-        name: over
-        for over, group in groups.items()
-        if steps.alive(group) <= MOST_ALIVE and not steps.late(group)
-        for name in group
+        name: over for over, group in groups.items() if steps.fits(group) and not steps.late(group) for name in group
     }
     if not top:
         return graph

@@ -23,6 +23,7 @@ from dask_gpurt.placement.decide import steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container
+    from pathlib import Path
 
 PARTS = 6
 ROWS = 20
@@ -143,18 +144,49 @@ def test_a_task_does_not_hold_many_results_at_a_time(columns: int) -> None:
         assert len(found) == PARTS + 1
 
 
-def held(task: Any) -> int:
+def table(folder: Path, columns: int) -> Any:
+    """Of so many columns of numbers and one of text, in files."""
+    for part in range(PARTS):
+        numbers = {f"c{i}": range(part, part + ROWS) for i in range(columns)}
+        pd.DataFrame({**numbers, "name": make(part).name}).to_parquet(folder / f"part.{part}.parquet")
+    return dd.read_parquet(folder)
+
+
+def test_a_condition_on_many_columns_is_one_task_with_its_reading(tmp_path: Path) -> None:
+    """They are small beside the frame, which a filter has twice. The values of an `isin` are no reason to wait."""
+    d = table(tmp_path, 5)
+    wanted = d.name.isin(["n1", "n3", "n25"]) & (d.c0 <= d.c1) & (d.c1 <= d.c2) & (d.c3 >= 2) & (d.c4 < 20)
+    graph, found, keys = fuse(d[wanted][["c0", "name"]].assign(more=lambda p: p.c0 * 2).more.sum())
+    assert len(graph) > 15 * PARTS
+    assert len(found) == PARTS + 2  # the sum, and the values
+    assert same(runs(found, keys), runs(graph, keys))
+
+
+@pytest.mark.parametrize("columns", [4, 8, 12])
+def test_a_task_holds_hardly_more_columns_than_its_largest_step(tmp_path: Path, columns: int) -> None:
+    """The largest is the reading of all columns: products of all pairs are not to be held beside them."""
+    d = table(tmp_path, columns)
+    made = [d[f"c{i}"] * (i + 1) for i in range(columns)]
+    products = [a * b for i, a in enumerate(made) for b in made[:i]]
+    graph, found, keys = fuse(functools.reduce(operator.add, products).sum(), threads=1)
+    for task in found.values():
+        most = held(task, lambda key: columns if str(key[0]).startswith("read_parquet") else 1)
+        assert most <= max(steps.MOST_ALIVE, steps.MOST_COLUMNS * columns)
+    assert same(runs(found, keys), runs(graph, keys))
+
+
+def held(task: Any, weight: Callable[[Any], float] = lambda key: 1) -> float:
     """Results of its parts that a task holds at most, if it forgets each after its last use."""
     if not steps.is_fused(task):
         return 1
     inner, places = task.args[0], order(task.args[0])
     now: set[Any] = set()
-    most = 0
+    most = 0.0
     done: set[Any] = set()
     for key in sorted(inner, key=places.__getitem__):
         now.add(key)
         done.add(key)
-        most = max(most, len(now))
+        most = max(most, sum(map(weight, now)))
         now -= {k for k in now if k != key and all(j in done for j, t in inner.items() if k in t.dependencies)}
     return most
 

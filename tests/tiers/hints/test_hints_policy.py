@@ -9,14 +9,15 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import pytest
 from distributed.worker_state_machine import ExecuteFailureEvent, ExecuteSuccessEvent
 
 from benchmarks.eviction_record import record
 from benchmarks.eviction_replay import Ours, moved, replay
 from dask_gpurt.tiers.engine.entry import NEVER, Account, Entry
 from dask_gpurt.tiers.engine.victims import Victims, soonest_use
-from dask_gpurt.tiers.hints.protocol import OP
-from dask_gpurt.tiers.hints.scheduler import FLUSH_KEYS, NextUsePlugin
+from dask_gpurt.tiers.hints.protocol import KEEP, OP
+from dask_gpurt.tiers.hints.scheduler import FLUSH_KEYS, MANY_HOLDERS, MANY_WAITERS, NextUsePlugin
 from dask_gpurt.tiers.hints.worker import GUESS_SECONDS, HintReceiver, decided_share
 from dask_gpurt.tiers.storage.codec import PickleCodec
 from tests.tiers.conftest import guard
@@ -138,6 +139,77 @@ def test_a_flush_looks_for_its_tasks_once() -> None:
     plugin._flush()
     assert dirty.looks == 1
     assert list(dirty) == gone[FLUSH_KEYS:]
+
+
+class Waits:
+    """A task as the scheduler's half sees it."""
+
+    def __init__(self, number: int, dependencies: tuple[Any, ...] = ()) -> None:
+        self.key, self.priority, self.dependencies = f"w{number}", (0, number), dependencies
+        self.who_has: list[Any] = []
+        self.waiters: set[Any] = set()
+
+
+def shared_key(holders: int) -> tuple[NextUsePlugin, Any, list[Any], list[tuple[str, int]]]:
+    """The plugin on a scheduler with one key, many tasks that wait for it, and its holders; what is sent to whom."""
+    plugin, shared, sent = NextUsePlugin(), Waits(-1), list[tuple[str, int]]()
+    waiting = [Waits(number, (shared,)) for number in range(0, 4 * MANY_WAITERS, 2)]
+    shared.waiters, shared.who_has = set(waiting), [SimpleNamespace(address=f"a{i}") for i in range(holders)]
+    plugin._scheduler = cast(
+        "Any",
+        SimpleNamespace(
+            tasks={t.key: t for t in (shared, *waiting)},
+            workers={ws.address: ws for ws in shared.who_has},
+            worker_send=lambda address, message: sent.append((address, len(message["items"]))),
+        ),
+    )
+    plugin._understands = lambda ws: True  # type: ignore[method-assign]
+    plugin._dirty[shared] = None
+    plugin._flush()
+    assert len(sent) == holders
+    sent.clear()
+    return plugin, shared, waiting, sent
+
+
+def test_one_more_waiter_of_a_shared_key_takes_its_place_among_them() -> None:
+    """All of 50,000 were sorted again for each task that was submitted: 70 ms of the scheduler's loop."""
+    plugin, shared, waiting, _ = shared_key(1)
+    order = plugin._sorted[shared]
+    more = Waits(7, (shared,))
+    shared.waiters.add(more)
+    plugin._scheduler.tasks[more.key] = more  # type: ignore[union-attr]
+    plugin.transition(more.key, "released", "waiting", stimulus_id="test")
+    shared.waiters.remove(waiting[0])
+    plugin.transition(waiting[0].key, "processing", "erred", stimulus_id="test")
+    plugin._flush()
+    assert plugin._sorted[shared] is order
+    assert plugin._uses(shared) == tuple(sorted(t.priority for t in shared.waiters)[:KEEP])
+    # Those that were given up do not gather.
+    for waiter in waiting[2:]:
+        shared.waiters.discard(waiter)
+        if len(shared.waiters) == MANY_WAITERS + 1:
+            break
+    plugin._uses(shared)
+    assert len(plugin._sorted[shared]) <= 2 * len(shared.waiters)
+
+
+@pytest.mark.parametrize("holders", [3, MANY_HOLDERS + 1])
+def test_a_use_of_a_key_that_many_hold_is_news_for_few(holders: int) -> None:
+    """Each task that ended was a message to each of 1,000 workers."""
+    plugin, shared, waiting, sent = shared_key(holders)
+    ends = plugin._sent[shared]
+    for done in waiting[: KEEP - 1]:
+        shared.waiters.remove(done)
+        done.who_has = [shared.who_has[0]]
+        plugin.transition(done.key, "processing", "memory", worker="a0", stimulus_id="test")
+        plugin._dirty.pop(done, None)
+        plugin._flush()
+    assert {address for address, _ in sent} == ({"a0"} if holders > MANY_HOLDERS else {ws.address for ws in ends})
+    sent.clear()
+    shared.waiters.clear()
+    plugin._dirty[shared] = None
+    plugin._flush()
+    assert len(sent) == holders  # that it is not used any more all must hear
 
 
 class FakeTask(SimpleNamespace):
