@@ -6,7 +6,7 @@
 * `checks`, `known_answer`, `judge`: the checks, the computation whose answer is known, and the verdict; pure.
 
 ``gpurt.preflight`` says what becomes of a worker that fails: ``warn``, ``hold`` or ``close``. The default is
-``off``: nothing is checked, and nodes are told all the same.
+``off``: nothing is checked; each worker says what its node is all the same.
 
 Why ``hold`` is not the default. A worker that is held comes later than its neighbours, by a second or so. Meanwhile a
 shuffle that begins pins its outputs to those that are there, ``scatter`` gives up after two seconds without a running

@@ -23,8 +23,8 @@ from distributed.utils_test import NO_AMM, gen_cluster
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.shuffle.counters import worker_statistics
 from dask_gpurt.shuffle.scheduler.calls import Calls
+from dask_gpurt.shuffle.scheduler.parking import NOWHERE, Parking
 from dask_gpurt.shuffle.scheduler.recovery import Amender
-from dask_gpurt.shuffle.scheduler.reopen import NOWHERE, Opener
 from dask_gpurt.shuffle.scheduler.runs import RecoveryCounters, RunRecord
 from dask_gpurt.shuffle.worker.owners import Owners
 from dask_gpurt.shuffle.worker.peer_calls import PeerCalls
@@ -316,7 +316,7 @@ def test_parked_outputs_do_not_run_into_the_timeout_of_tasks_without_a_worker():
     unrunnable = {parked: 1.0, other: 2.0}
     for limit, order in ((None, [parked, other]), (5.0, [other, parked])):
         scheduler: Any = SimpleNamespace(no_workers_timeout=limit, unrunnable=unrunnable)
-        Opener(scheduler, None, None, None).wait_on()  # type: ignore[arg-type]
+        Parking(scheduler, None).wait_on()  # type: ignore[arg-type]
         assert list(unrunnable) == order
     assert unrunnable[other] == 2.0 < unrunnable[parked]
 

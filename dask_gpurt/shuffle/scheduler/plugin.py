@@ -102,7 +102,7 @@ class GpurtShufflePlugin(seam.ShuffleSchedulerPlugin):
 
     def _unset_restriction(self, ts: TaskState) -> None:
         super()._unset_restriction(ts)
-        self.opener.unparked(ts)
+        self.opener.parking.left(ts)
 
     def _calculate_worker_for(self, spec: Any) -> Any:
         """As Dask's, but workers that do not run get no outputs as long as there are others."""

@@ -1,8 +1,8 @@
 """The scheduler's side of `recovery` after the barrier: outputs of a lost worker are opened, completed and let go.
 
 Theory of operation. When a worker is lost after the barrier, the outputs that are still wanted and were its own get new
-owners and are *opened*: their tasks wait (`Opener`), in state ``no-worker``, restricted to a worker that does not
-exist. `recovery` announces that to the survivors, as before the barrier. Then `complete`, in the background,
+owners and are *opened*: their tasks wait (`parking`). `recovery` announces that to the survivors, as before the
+barrier. Then `complete`, in the background,
 
 1. has transfer tasks run for whose inputs no worker vouches, and waits for them. Nothing in the graph depends on them
    any more: their results are dropped at once, and what they have done is known by asking who vouches for it;
@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import weakref
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.shuffle import seam
@@ -42,6 +41,7 @@ from dask_gpurt.shuffle.protocol.recovery import EPOCHS, lost_outputs, reassign
 from dask_gpurt.shuffle.scheduler.calls import AnswersFailed, FlushFailed
 from dask_gpurt.shuffle.scheduler.candidates import keepers, running
 from dask_gpurt.shuffle.scheduler.output_tasks import output_of
+from dask_gpurt.shuffle.scheduler.parking import Parking
 from dask_gpurt.shuffle.scheduler.phases import RunEvent
 from dask_gpurt.shuffle.scheduler.restart import NOT_WANTED
 from dask_gpurt.shuffle.scheduler.runs import PATIENCE, PATIENCE_SECONDS, Begun, Step
@@ -54,8 +54,6 @@ if TYPE_CHECKING:
     from dask_gpurt.shuffle.scheduler.calls import Calls
     from dask_gpurt.shuffle.scheduler.runs import RunRecord, Runs
 
-#: no worker has this address
-NOWHERE = "gpurt://output-is-not-complete"
 #: states of a transfer task that will end
 _UNDER_WAY = ("waiting", "queued", "no-worker", "processing")
 #: how often an output is opened because its task asks for it; then the run is restarted
@@ -72,9 +70,7 @@ class Opener:
         self._calls = calls
         #: queued tasks get free slots in the next turn of the loop
         self._filling = False
-        #: parked tasks that may run on any worker (``allow_other_workers``). While they are parked they may not: Dask
-        #: would send them out, and they would come back, over and over
-        self._loose: weakref.WeakSet[TaskState] = weakref.WeakSet()
+        self.parking = Parking(scheduler, plugin)
 
     def left(self) -> None:
         """A task has left its worker without an end, as one that is parked: others get its slot.
@@ -120,7 +116,7 @@ class Opener:
             if barrier is None or self.begin(one, barrier, None) is not Begun.EPOCH:
                 return begun, False
             begun.append(one)
-        self._park(ts)
+        self.parking.park(ts)
         return begun, True
 
     def begin(self, record: RunRecord, barrier: TaskState, lost: str | None) -> Begun:
@@ -172,7 +168,7 @@ class Opener:
         record.happened(RunEvent.OUTPUTS_OPENED)
         for ts, part in parts.items():
             if part in gone:
-                self._park(ts)
+                self.parking.park(ts)
         return Begun.EPOCH
 
     def _new_owners(
@@ -205,23 +201,9 @@ class Opener:
         """Have the tasks of all outputs wait, or undo that: they are pinned when the barrier passes."""
         for ts in barrier.dependents:
             if back:
-                self._park(ts)
+                self.parking.park(ts)
             else:
                 seam.unrestrict(self._plugin, ts)
-
-    def _park(self, ts: TaskState) -> None:
-        """Have an output's task wait. When it is on a worker that will send it back, it waits from then on."""
-        seam.restrict(self._plugin, ts, NOWHERE)
-        self._scheduler.set_restrictions({ts.key: {NOWHERE}})
-        if ts.loose_restrictions:
-            ts.loose_restrictions = False
-            self._loose.add(ts)
-
-    def unparked(self, ts: TaskState) -> None:
-        """A task that may have been parked has other restrictions now."""
-        if ts in self._loose:
-            self._loose.discard(ts)
-            ts.loose_restrictions = True
 
     def place(self, record: RunRecord, key: Hashable) -> bool:
         """An output's task asks where it belongs; whether that was answered here."""
@@ -231,7 +213,7 @@ class Opener:
             return False
         state = record.amendments
         if state.opened and part in state.opened:
-            self._park(ts)
+            self.parking.park(ts)
             return True
         owner = record.worker_for.get(part)
         if owner in record.owners_there(self._scheduler.workers):
@@ -253,9 +235,9 @@ class Opener:
             part = output_of(ts.run_spec, record.id)
             if part not in opened or any(part in others for others in self._others(ts, record)):
                 continue  # of a join, and open in the other shuffle: that will let it go
-            if ts.worker_restrictions == {NOWHERE}:
+            if self.parking.is_parked(ts):
                 self._scheduler.set_restrictions({ts.key: {record.worker_for[part]}})
-                self.unparked(ts)
+                self.parking.left(ts)
                 if ts.state == "no-worker":
                     recommendations[ts.key] = "processing"
         self._scheduler.transitions(recommendations, stimulus_id=stimulus_id)
@@ -265,15 +247,6 @@ class Opener:
         for _, other in self._runs.sources(ts):
             if other is not None and other is not record:
                 yield other.amendments.opened or frozenset()
-
-    def wait_on(self) -> None:
-        """Outputs that are parked wait for us, not for a worker: ``no-workers-timeout`` must not end them."""
-        if self._scheduler.no_workers_timeout is None:
-            return
-        unrunnable = self._scheduler.unrunnable
-        for ts in [ts for ts in unrunnable if ts.worker_restrictions == {NOWHERE}]:
-            del unrunnable[ts]
-            unrunnable[ts] = time.monotonic()  # at the end: distributed counts on their order
 
     # ---- completing
 
@@ -338,7 +311,7 @@ class Opener:
         def same() -> bool:
             return not self._over(record, barrier) and record.amendments.epoch == epoch
 
-        self.wait_on()
+        self.parking.wait_on()
         if self._under_way(record, barrier, under_way):
             return Step.WAIT
         answers = await self._calls.amend(record)
@@ -392,7 +365,7 @@ class Opener:
             return False
         running = [ts for ts in barrier.dependents if ts.state == "processing"]
         for ts in running:
-            self._park(ts)
+            self.parking.park(ts)
         self._scheduler.transitions({ts.key: "released" for ts in running}, stimulus_id=stimulus_id)
         self._fail_outputs(barrier, failed, stimulus_id)
         self._fail_barrier(barrier, failed, stimulus_id)

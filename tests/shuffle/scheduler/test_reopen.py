@@ -60,7 +60,7 @@ async def test_a_parked_output_that_may_run_anywhere_waits_too(c, s, a, b):
         future = c.submit(abs, c.submit(go.wait), workers=[a.address], allow_other_workers=True)
         await until(lambda: s.tasks.get(future.key) is not None and s.tasks[future.key].state == "waiting")
         output = s.tasks[future.key]
-        plugin.opener._park(output)
+        plugin.opener.parking.park(output)
         await go.set()
         await until(lambda: output.state in ("no-worker", "memory"))
         assert output.state == "no-worker"
