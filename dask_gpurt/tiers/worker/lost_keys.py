@@ -21,6 +21,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from distributed.metrics import time
+from distributed.protocol.serialize import ToPickle
 from distributed.worker_state_machine import FreeKeysEvent
 
 from dask_gpurt.model.known_as import known_as
@@ -92,9 +93,12 @@ class Losses:
             return True
         scheduler = self._worker.scheduler
         holders, here = await asyncio.gather(scheduler.who_has(keys=[key]), known_as(self._worker))
-        if any(address != here for address in holders.get(key, ())):
+        # Not even here: the scheduler does not count on it, and may have forgotten the key.
+        if list(holders.get(key, ())) != [here]:
             return True
-        return await scheduler.get_runspec(key=key) is not None
+        spec = await scheduler.get_runspec(key=key)
+        # Only a scheduler of another process sends what is in it. In this one, no recipe comes as `ToPickle(None)`.
+        return (spec.data if isinstance(spec, ToPickle) else spec) is not None
 
     def give_up(self, key: Key) -> None:
         """On the loop, outside of the state machine."""
