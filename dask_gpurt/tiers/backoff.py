@@ -1,4 +1,4 @@
-"""`BackOff`: a tier, a folder or reading ahead rests after failures in a row."""
+"""`BackOff`: a tier, a folder, a worker's prefix or reading ahead rests after failures in a row."""
 
 from __future__ import annotations
 

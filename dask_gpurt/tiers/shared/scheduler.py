@@ -36,11 +36,20 @@ from distributed.core import Status
 from dask_gpurt.model.checks import require_call, require_names
 from dask_gpurt.model.events import Event, Sink, null_sink
 from dask_gpurt.model.wrapped import Wrapped
+from dask_gpurt.tiers.backoff import BackOff
 from dask_gpurt.tiers.scheduler_plugin import TierPlugin, speaks
 from dask_gpurt.tiers.shared.protocol import HEARTBEAT_FIELD, PROTOCOL, REPORT, TELL, Copy, as_copy
-from dask_gpurt.tiers.storage.object.leases import EXPIRE_SECONDS, sweep, sweep_expired, worker_prefix
+from dask_gpurt.tiers.storage.object.leases import (
+    EXPIRE_SECONDS,
+    expired,
+    second_look_seconds,
+    sweep,
+    sweep_expired,
+    worker_prefix,
+)
 
 if TYPE_CHECKING:
+    import datetime
     from collections.abc import Awaitable, Callable, Collection, Coroutine
 
     from dask.typing import Key
@@ -86,6 +95,8 @@ class SharedCopiesPlugin(TierPlugin):
         self._issued: dict[str, str] = {}
         #: of these, the ones that write there: they report, and can take copies over
         self._answered: set[str] = set()
+        #: workers that could not write where they were to: they are not greeted again at once
+        self._rests: dict[str, BackOff] = {}
         #: prefixes of workers that have left us -> when they were removed (monotonic seconds; infinite: they are here,
         #: and may have values there), and the keys whose copies others adopted. Each is swept once more, later or at
         #: the end: a write may have been under way when its worker went.
@@ -93,6 +104,9 @@ class SharedCopiesPlugin(TierPlugin):
         #: key -> worker -> its copy
         self._copies: dict[Key, dict[str, Copy]] = {}
         self._sweeps: set[asyncio.Task[None]] = set()
+        #: prefixes of other clusters that had expired at the start, and from when on they are looked at once more
+        self._expired: dict[str, datetime.datetime] = {}
+        self._look_again_at = math.inf
         self.adopted_keys = 0
         self.adopted_bytes = 0
         #: keys of removed workers that had no copy, or that no worker could take
@@ -116,7 +130,7 @@ class SharedCopiesPlugin(TierPlugin):
         for removal in self._removals:
             removal.install()
         scheduler.stream_handlers[REPORT] = self._reported
-        self._begin_sweep(self._sweep_expired())
+        self._begin_sweep(self._find_expired())
 
     def stop(self) -> None:
         """End: workers report no more, and keep what they have."""
@@ -164,15 +178,21 @@ class SharedCopiesPlugin(TierPlugin):
 
     def _greet(self, scheduler: Scheduler) -> None:
         """Greet workers that understand us and have not been greeted."""
+        now = time.monotonic()
         for address, ws in scheduler.workers.items():
             if address not in self._issued and speaks(ws, HEARTBEAT_FIELD, PROTOCOL):
+                if (rest := self._rests.get(address)) is not None and now < rest.until:
+                    continue
                 prefix = self._issued[address] = worker_prefix(scheduler.address)
                 scheduler.worker_send(address, {"op": TELL, "hello": True, "prefix": prefix})
         # Workers come and go for weeks. By now nothing is under way, and no key has a copy there.
-        before = time.monotonic() - self._expire_seconds
+        before = now - self._expire_seconds
         for prefix in [prefix for prefix, (when, keys) in self._gone.items() if when < before and not keys]:
             del self._gone[prefix]
             self._begin_sweep(self._sweep(prefix))
+        if now >= self._look_again_at:
+            self._look_again_at = math.inf
+            self._begin_sweep(self._sweep_expired())
 
     def _reported(self, worker: str = "", prefix: str = "", copies: list[Copy] | tuple[()] = (), **_: object) -> None:
         # In the loop that reads the worker's stream: what is raised here would remove the worker.
@@ -187,6 +207,7 @@ class SharedCopiesPlugin(TierPlugin):
                 self._refused(f"{worker} names the prefix {prefix!r}, and was given {issued!r}")
                 return
             self._answered.add(worker)
+            self._rests.pop(worker, None)
             tasks = self._scheduler.tasks
             for item in copies:
                 copy = as_copy(item, prefix)
@@ -201,11 +222,16 @@ class SharedCopiesPlugin(TierPlugin):
             self._failed("report")
 
     def _forget(self, worker: str) -> str:
-        """A worker has left; return its prefix, which is swept at the end."""
+        """A worker has left; return its prefix, which is swept later, or at the end if it may have values there."""
+        answered = worker in self._answered
         self._answered.discard(worker)
         prefix = self._issued.pop(worker, "")
-        if prefix:
+        if prefix and answered:
             self._gone.setdefault(prefix, (math.inf, set()))
+        elif prefix:  # it could not write there, and asks again: each time it gets another prefix
+            now = time.monotonic()
+            self._gone.setdefault(prefix, (now, set()))
+            self._rests.setdefault(worker, BackOff()).failed(now)
         return prefix
 
     def _refused(self, message: str) -> None:
@@ -245,6 +271,7 @@ class SharedCopiesPlugin(TierPlugin):
         address = scheduler.coerce_address(address)
         leaving = scheduler.workers.get(address)
         prefix = self._forget(address)
+        self._rests.pop(address, None)
         if leaving is None or not prefix:
             return
         self._gone[prefix] = time.monotonic(), self._gone[prefix][1]
@@ -299,10 +326,19 @@ class SharedCopiesPlugin(TierPlugin):
         except Exception:
             self._failed("sweep")
 
+    async def _find_expired(self) -> None:
+        try:
+            self._expired = await asyncio.to_thread(expired, self._bucket, expire_seconds=self._expire_seconds)
+        except Exception:
+            self._failed("look for expired leases")
+        else:
+            # A look of every second, not a sleep here: nothing is to wait when the scheduler closes.
+            self._look_again_at = time.monotonic() + second_look_seconds(self._bucket)
+
     async def _sweep_expired(self) -> None:
         try:
-            expired = await asyncio.to_thread(sweep_expired, self._bucket, expire_seconds=self._expire_seconds)
-            self.expired_prefixes += len(expired)
+            swept = await asyncio.to_thread(sweep_expired, self._bucket, self._expired)
+            self.expired_prefixes += len(swept)
         except Exception:
             self._failed("sweep of expired leases")
 

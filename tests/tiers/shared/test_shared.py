@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -17,6 +18,8 @@ import dask_gpurt
 from dask_gpurt.config import Settings
 from dask_gpurt.errors import InstallError
 from dask_gpurt.extension import GpurtScheduler, WorkerParts, on_worker
+from dask_gpurt.tiers.shared import scheduler as shared_scheduler
+from dask_gpurt.tiers.shared.protocol import HEARTBEAT_FIELD, PROTOCOL
 from dask_gpurt.tiers.storage.object.client import Bucket
 from dask_gpurt.tiers.storage.object.leases import LeaseKeeper, worker_prefix
 from tests.conftest import S3_ENVIRONMENT, S3Server
@@ -185,6 +188,64 @@ async def test_a_restart_keeps_no_prefix(s: Scheduler) -> None:
     shared.restart(s)
     shared.look()
     assert prefix not in shared._gone
+
+
+@gen_cluster(nthreads=[])
+async def test_what_other_clusters_left_goes_at_the_second_look_only(s: Scheduler) -> None:
+    """A scheduler that started as the store came back deleted the values of clusters that were about to renew."""
+    import tempfile
+    from pathlib import Path
+
+    with tempfile.TemporaryDirectory() as folder:
+        bucket = Bucket(Path(folder).as_uri())
+        live, dead = worker_prefix("tcp://a:1"), worker_prefix("tcp://b:1")
+        for prefix in (live, dead):
+            LeaseKeeper(bucket, prefix, {}).renew()
+            bucket.put(f"{prefix}/0", [b"value"])
+            for name in ("0", "lease"):
+                os.utime(Path(folder, prefix, name), (0, 0))
+        shared = await extended(s, Path(folder).as_uri())
+        await async_poll_for(lambda: not shared._sweeps, timeout=30)
+        assert {f"{live}/0", f"{dead}/0"} <= set(bucket.list("gpurt"))
+        LeaseKeeper(bucket, live, {}).renew()
+        shared.look()
+        assert not shared._sweeps  # too soon
+        shared._look_again_at = 0.0
+        shared.look()
+        await async_poll_for(lambda: not shared._sweeps, timeout=30)
+        assert sorted(bucket.list("gpurt")) == [f"{live}/0", f"{live}/lease"]
+        assert shared.statistics()["expired_prefixes"] == 1
+        assert shared.statistics()["exceptions"] == 0, shared.statistics()["last_traceback"]
+
+
+@gen_cluster(nthreads=[])
+async def test_a_worker_that_cannot_write_its_lease_does_not_cost_ever_more(s: Scheduler) -> None:
+    """It asked for another prefix each second, and all of them were kept until the scheduler ended."""
+    shared = await extended(s, "memory://")
+    assert shared._look_again is not None
+    shared._look_again.stop()
+    await async_poll_for(lambda: not shared._sweeps, timeout=30)
+    now, asked = [0.0], []
+    ws = SimpleNamespace(metrics={"gpurt": {HEARTBEAT_FIELD: PROTOCOL}})
+    fake: Any = SimpleNamespace(
+        workers={"w": ws}, tasks={}, address=s.address, worker_send=lambda address, message: asked.append(now[0])
+    )
+    clock = SimpleNamespace(monotonic=lambda: now[0], time=lambda: now[0])
+    with mock.patch.object(shared_scheduler, "time", clock), mock.patch.object(shared, "_scheduler", fake):
+        for _ in range(3600):
+            shared._greet(fake)
+            shared._reported("w", "")
+            now[0] += 1.0
+        assert 60 <= len(asked) <= 70  # a rest of a minute, in the end
+        assert len(shared._gone) <= 16
+        now[0] += 60.0
+        shared._greet(fake)
+        shared._reported("w", shared._issued["w"])
+        shared._reported("w", "")  # it has left, and comes again
+        shared._greet(fake)
+        assert asked[-2:] == [now[0]] * 2
+        await async_poll_for(lambda: not shared._sweeps, timeout=30)
+    shared._issued.clear()
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2, config=CONFIG)

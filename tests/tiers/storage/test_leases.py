@@ -15,7 +15,16 @@ from distributed.utils_test import async_poll_for
 
 from dask_gpurt.tiers.storage.object import client as bucket_module
 from dask_gpurt.tiers.storage.object.client import Bucket
-from dask_gpurt.tiers.storage.object.leases import LeaseKeeper, is_object, sweep, sweep_expired, worker_prefix
+from dask_gpurt.tiers.storage.object.leases import (
+    RENEW_SECONDS,
+    LeaseKeeper,
+    expired,
+    is_object,
+    second_look_seconds,
+    sweep,
+    sweep_expired,
+    worker_prefix,
+)
 from dask_gpurt.tiers.storage.object.tier import ObjectTier
 
 if TYPE_CHECKING:
@@ -39,6 +48,11 @@ def age(folder: Path, prefix: str) -> None:
     old = time.time() - 3600
     for path in (folder / prefix).iterdir():
         os.utime(path, (old, old), follow_symlinks=False)
+
+
+def sweep_old(bucket: Bucket) -> list[str]:
+    """Both looks of a scheduler, without the time between them."""
+    return sorted(sweep_expired(bucket, expired(bucket, expire_seconds=60)))
 
 
 def test_prefixes_are_never_the_same() -> None:
@@ -168,10 +182,28 @@ def test_expired_prefixes_go_and_live_ones_stay(tmp_path: Path) -> None:
     age(tmp_path, B)
     age(tmp_path, C)
     fill(bucket, C)  # an old value, but the lease was renewed
-    assert sorted(sweep_expired(bucket, expire_seconds=60)) == [A, B]
+    assert sweep_old(bucket) == [A, B]
     assert sorted(bucket.list("")) == [f"{C}/0", f"{C}/lease", "somebody-elses"]
-    assert sweep_expired(bucket, expire_seconds=60) == []
+    assert sweep_old(bucket) == []
     assert not (tmp_path / A).exists()
+
+
+@pytest.mark.parametrize("sign", ["lease", "7"], ids=["it is renewed", "a value is written"])
+def test_a_prefix_with_a_sign_of_life_between_two_looks_stays(sign: str, tmp_path: Path) -> None:
+    """After an outage of the store all leases are old until their owners have come to renew them."""
+    bucket = Bucket(tmp_path.as_uri())
+    for prefix in (A, B):
+        fill(bucket, prefix, 0)
+        age(tmp_path, prefix)
+    found = expired(bucket, expire_seconds=60)
+    assert sorted(found) == [A, B]
+    bucket.put(f"{A}/{sign}", [b"value" if sign == "7" else (tmp_path / A / sign).read_bytes()])
+    assert sweep_expired(bucket, found) == [B]
+    assert f"{A}/0" in bucket.list("")
+
+
+def test_the_second_look_waits_for_a_renewal_that_fails_and_the_next(tmp_path: Path) -> None:
+    assert second_look_seconds(Bucket(tmp_path.as_uri(), timeout_seconds=30.0)) >= 2 * RENEW_SECONDS + 4 * 2 * 30
 
 
 def test_what_is_not_ours_is_never_swept(tmp_path: Path) -> None:
@@ -208,7 +240,7 @@ def test_what_is_not_ours_is_never_swept(tmp_path: Path) -> None:
     old = time.time() - 3600
     for path in tmp_path.rglob("*"):
         os.utime(path, (old, old), follow_symlinks=False)
-    assert sweep_expired(bucket, expire_seconds=60) == [C]
+    assert sweep_old(bucket) == [C]
     for prefix in (*os.listdir(store / "gpurt"), "", "gpurt", "gpurt/c", "gpurt/c/w", f"gpurt/c/{5:016x}", ".."):
         assert sweep(bucket, prefix) == 0
     assert set(tmp_path.rglob("*")) - {store / "gpurt" / "clock"} == theirs
@@ -243,10 +275,10 @@ def test_a_sweep_that_fails_leaves_the_lease_for_the_next(tmp_path: Path, monkey
     broken = [True]
     monkeypatch.setattr(os, "unlink", fails)
     with pytest.raises(OSError, match="EIO"):
-        sweep_expired(bucket, expire_seconds=60)
+        sweep_old(bucket)
     assert {n for n in bucket.list("gpurt") if n.endswith("lease")} == {f"{A}/lease", f"{B}/lease"}
     broken.clear()
-    assert sorted(sweep_expired(bucket, expire_seconds=60)) == [A, B]
+    assert sweep_old(bucket) == [A, B]
     assert bucket.list("gpurt") == {}
 
 

@@ -1,5 +1,6 @@
 """What becomes of a key that is lost where the scheduler is in the worker's process, or has forgotten the key."""
 
+# ruff: noqa: ASYNC240
 from __future__ import annotations
 
 import asyncio

@@ -82,6 +82,9 @@ class Bucket:
         self.url = url
         #: of one operation; lowered to 1 before closing, so that nothing under way is begun again
         self.attempts = attempts
+        #: an operation of one request takes no longer where the store does not answer: obstore repeats a request within
+        #: its timeout, and the last time may take that once more
+        self.longest_seconds = attempts * 2 * timeout_seconds + BACK_OFF_SECONDS * 2.0**attempts
         self.metrics = TierMetrics()
         scheme = url.partition("://")[0]
         #: other processes see the same objects

@@ -10,7 +10,9 @@ Three sweepers, each for what the one before it could not do:
 1. the worker itself, when its tiers are taken out;
 2. the scheduler (`shared.scheduler`), when a worker is gone for good, and at its own end. It sweeps only prefixes that
    it issued itself;
-3. any later scheduler with the same URL: a prefix whose newest object is older than `EXPIRE_SECONDS` has no owner.
+3. any later scheduler with the same URL: a prefix whose newest object is older than `EXPIRE_SECONDS`, and still the
+   newest `second_look_seconds` later, has no owner. One look is not enough: after an outage of the store, all leases
+   are that old until their owners have come to renew them.
 
 All else in the store stays. A prefix is swept only if its name has the form above and a lease that we wrote is in it
 (`is_ours`). In it, only names of our form are deleted (`is_object`), the lease last, so that the next sweep finds what
@@ -226,13 +228,10 @@ def sweep(bucket: Bucket, prefix: str, *, keep: Collection[str] = (), keep_lease
     return len(doomed) + len(leases)
 
 
-def sweep_expired(bucket: Bucket, *, expire_seconds: float = EXPIRE_SECONDS) -> list[str]:
-    """Sweep the prefixes, of any cluster, that were not renewed for so long, and return them. Blocks.
+def expired(bucket: Bucket, *, expire_seconds: float = EXPIRE_SECONDS) -> dict[str, datetime.datetime]:
+    """Return the prefixes, of any cluster, that were not renewed for so long, and when they were last. Blocks.
 
-    Raises
-    ------
-    OSError
-        The store could not be listed, or at least one prefix could not be swept; the others were.
+    To be looked at once more, `second_look_seconds` later, by `sweep_expired`. Raises OSError.
     """
     now = _clock(bucket)
     newest: dict[str, datetime.datetime] = {}
@@ -240,22 +239,38 @@ def sweep_expired(bucket: Bucket, *, expire_seconds: float = EXPIRE_SECONDS) -> 
         if is_object(name):
             prefix = name.rpartition("/")[0]
             newest[prefix] = max(when, newest.get(prefix, when))
-    expired: list[str] = []
+    return {prefix: when for prefix, when in newest.items() if (now - when).total_seconds() > expire_seconds}
+
+
+def second_look_seconds(bucket: Bucket) -> float:
+    """After so long, a prefix that had expired and has not changed has no owner.
+
+    A renewal that was under way at the first look may still fail, `longest_seconds` after it began. The next one begins
+    `RENEW_SECONDS` later. Twice that, as it may take some time itself.
+    """
+    return 2 * RENEW_SECONDS + bucket.longest_seconds
+
+
+def sweep_expired(bucket: Bucket, found: dict[str, datetime.datetime]) -> list[str]:
+    """Sweep those that were `expired` some time ago and have not changed since, and return them. Blocks.
+
+    Raises
+    ------
+    OSError
+        At least one prefix could not be swept; the others were.
+    """
+    swept: list[str] = []
     error: OSError | None = None
-    for prefix, when in newest.items():
-        if (now - when).total_seconds() <= expire_seconds:
-            continue
+    for prefix, when in found.items():
         try:
-            # Once more: its owner may have been asleep, and be back since the list was made.
-            if bucket.modified(f"{prefix}/{_LEASE}") <= when and sweep(bucket, prefix):
-                expired.append(prefix)
-        except FileNotFoundError:  # it has no lease, or is gone
-            continue
+            dates = [date for name, date in bucket.list(prefix + "/").items() if is_object(name, prefix)]
+            if dates and max(dates) <= when and sweep(bucket, prefix):
+                swept.append(prefix)
         except OSError as e:
             error = error or e
     if error is not None:
         raise error
-    return expired
+    return swept
 
 
 def _clock(bucket: Bucket) -> datetime.datetime:
