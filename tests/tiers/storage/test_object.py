@@ -70,6 +70,46 @@ def test_a_large_object_goes_up_in_parts(s3_server: Any, s3_url: str) -> None:
     assert metrics["write_seconds"] > 0
 
 
+def test_a_large_object_is_read_in_requests_that_are_repeated_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request had to bring all of it within its timeout: over a slow line no large value ever came back."""
+    monkeypatch.setattr(bucket_module, "READ_BYTES", 1000, raising=False)
+    tier = tier_at(tmp_path.as_uri())
+    value = [array(0, 2500), array(1, 1000), array(2, 0), array(3, 1001), array(4, 3)]
+    handle = tier.write(CODEC.encode(value))
+    fill, asked = tier.bucket._store.fill, []
+
+    def slow(name: str, start: int, buffers: Any) -> int:
+        asked.append((start, sum(b.nbytes for b in buffers)))
+        if asked[-1][1] > 1000 or len(asked) == 3:
+            raise TimeoutError("the operation timed out")
+        return fill(name, start, buffers)
+
+    monkeypatch.setattr(tier.bucket._store, "fill", slow)
+    got = handle.load(CODEC)[0]
+    assert all((g == v).all() for g, v in zip(got, value, strict=True))
+    assert asked[2] == asked[3]
+    assert tier.metrics["retries"] == 1
+    assert tier.metrics["reads"] == 1
+    ends = [start + n for start, n in dict.fromkeys(asked)]
+    assert [start for start, _ in dict.fromkeys(asked)][1:] == ends[:-1]
+
+
+@pytest.mark.parametrize("size", [0, 1000, 5000])
+def test_an_object_that_ends_before_a_request_begins_is_damaged(
+    size: int, s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S3 answers that with an error, as it does where it is down."""
+    monkeypatch.setattr(bucket_module, "READ_BYTES", 1000, raising=False)
+    tier = tier_at(s3_url)
+    handle = tier.write(CODEC.encode(array(0, 10_000)))
+    tier.bucket.put(handle.name, [bytes(tier.bucket.read_range(handle.name, 0, size)) if size else b""])
+    with pytest.raises(CorruptData, match="ends before"):
+        handle.load(CODEC)
+    assert tier.metrics["retries"] == 0
+
+
 def test_nothing_of_a_key_or_value_is_in_a_name(tmp_path: Path) -> None:
     tier = tier_at(tmp_path.as_uri())
     tier.write(CODEC.encode("secret"))

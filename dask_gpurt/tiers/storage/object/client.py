@@ -3,9 +3,9 @@
 ``s3://bucket/prefix``, ``gs://``, ``az://``: by obstore (`remote`). ``file:///folder``: a folder that workers share
 (`folder`). ``memory://``: this process only, for tests.
 
-Two layers of retries: obstore repeats single requests (one part of an upload); here a whole operation is repeated with
-back-off and jitter, at most `ATTEMPTS` times, and counted. What then still fails is an `OSError`, as from a disk:
-`FileNotFoundError` and `PermissionError` at once, all else as ``EIO``.
+Two layers of retries: obstore repeats single requests (one part of an upload); here a whole operation, or one piece of a
+read (`READ_BYTES`), is repeated with back-off and jitter, at most `ATTEMPTS` times, and counted. What then still fails
+is an `OSError`, as from a disk: `FileNotFoundError` and `PermissionError` at once, all else as ``EIO``.
 
 Calls block and are for I/O threads; both kinds release the GIL.
 """
@@ -13,6 +13,7 @@ Calls block and are for I/O threads; both kinds release the GIL.
 from __future__ import annotations
 
 import errno
+import functools
 import random
 import time
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -23,12 +24,14 @@ from dask_gpurt.tiers.storage.protocol import TierMetrics
 
 if TYPE_CHECKING:
     import datetime
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 #: of one operation
 ATTEMPTS: Final = 4
 #: before the second attempt; doubles
 BACK_OFF_SECONDS: Final = 0.2
+#: of one request of a read: its time is limited, however large the value is and however steadily it comes
+READ_BYTES: Final = 16 << 20
 #: names per delete call
 _DELETE_BATCH: Final = 500
 
@@ -68,7 +71,7 @@ class Bucket:
     url
         See the module.
     timeout_seconds
-        Of one request.
+        Of one request, its answer included. Reads and uploads of large objects are many.
 
     Raises
     ------
@@ -128,11 +131,12 @@ class Bucket:
             return
         began = time.perf_counter()
 
-        def once() -> None:
-            if self._store.fill(name, start, buffers) < total:
+        def once(at: int, piece: list[memoryview]) -> None:
+            if self._store.fill(name, at, piece) < sum(b.nbytes for b in piece):
                 raise CorruptData(f"{self.where(name)} ends before {start + total} bytes")
 
-        self._repeat("read", name, once)
+        for at, piece in _pieces(start, buffers):
+            self._repeat("read", name, functools.partial(once, at, piece))
         self.metrics.add(reads=1, read_bytes=total, read_seconds=time.perf_counter() - began)
 
     def delete(self, names: Iterable[str], *, attempts: int | None = None) -> None:
@@ -187,6 +191,23 @@ class Bucket:
             # Jitter: when a store comes back, its workers must not come all at once.
             time.sleep(pause * (0.5 + random.random()))
             pause *= 2
+
+
+def _pieces(start: int, buffers: Sequence[memoryview]) -> Iterator[tuple[int, list[memoryview]]]:
+    """Divide a read into requests: where each begins, and the memory for it."""
+    piece: list[memoryview] = []
+    nbytes = 0
+    for buffer in buffers:
+        left = buffer.cast("B") if buffer.nbytes else buffer
+        while left.nbytes:
+            view, left = left[: READ_BYTES - nbytes], left[READ_BYTES - nbytes :]
+            piece.append(view)
+            nbytes += view.nbytes
+            if nbytes == READ_BYTES:
+                yield start, piece
+                start, piece, nbytes = start + nbytes, [], 0
+    if piece:
+        yield start, piece
 
 
 def _open(scheme: str, url: str, timeout_seconds: float) -> Store:
