@@ -8,6 +8,7 @@
     │   └── SeamMismatch                this version of dask/distributed is not the one the seam was written for
     ├── StoreError
     │   ├── TierFull (OSError)          no room on a tier; the value stays where it was
+    │   ├── Undelivered (OSError)       an object store does not give a copy back now; the copy stays
     │   ├── CorruptData                 length or checksum differ; that copy was dropped
     │   └── LostData (KeyError)         no valid copy is left here; the key must come from elsewhere
     ├── CorruptTransfer (OSError)       a value that was fetched fails its checksum; Dask fetches it again
@@ -32,6 +33,7 @@ __all__ = [
     "StoreError",
     "TierFull",
     "TraceError",
+    "Undelivered",
     "UnknownKey",
     "UnknownRun",
     "WireError",
@@ -73,6 +75,13 @@ class StoreError(GpurtError):
 
 class TierFull(StoreError, OSError):
     """No room on a tier (device full, quota or reserve reached). The value stays where it was."""
+
+
+class Undelivered(StoreError, OSError):
+    """An object store is down, slow or refuses. That says nothing about the copy, which stays."""
+
+    #: it has delivered nothing for minutes: who reads is not to wait any longer
+    lasting = False
 
 
 class CorruptData(StoreError):

@@ -1,9 +1,17 @@
-"""`BackOff`: a tier, a folder, a worker's prefix or reading ahead rests after failures in a row."""
+"""`BackOff`: a tier, a folder, a worker's prefix or reading ahead rests after failures in a row. `Patience`: a read is
+repeated until an object store delivers.
+"""
 
 from __future__ import annotations
 
+import random
+
 #: of the longest rest
 LONGEST_SECONDS = 60.0
+#: for one read of a store that does not deliver
+PATIENCE_SECONDS = 180.0
+#: between two attempts: tasks wait
+LONGEST_PAUSE_SECONDS = 15.0
 
 
 def rest_seconds(failures: int) -> float:
@@ -30,3 +38,24 @@ class BackOff:
         if self.failures >= self.patience:
             self.until = now + rest_seconds(self.failures - self.patience + 1)
         return self.failures == self.patience
+
+
+class Patience:
+    """How long one read is repeated. Most outages of an object store are shorter, and end without a task that fails.
+
+    It ends even where others of the store succeed: it may refuse one object for good.
+    """
+
+    __slots__ = ("_failures", "_until")
+
+    def __init__(self, now: float) -> None:
+        self._until = now + PATIENCE_SECONDS
+        self._failures = 0
+
+    def pause(self, now: float) -> float | None:
+        """Count a failure at this time; seconds until the next attempt, None: there is none."""
+        if now >= self._until:
+            return None
+        self._failures += 1
+        # Jitter: when a store comes back, its workers must not come all at once.
+        return min(LONGEST_PAUSE_SECONDS, rest_seconds(self._failures)) * (0.5 + random.random() / 2)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 from distributed.threadpoolexecutor import ThreadPoolExecutor
 
-from dask_gpurt.errors import CorruptData
+from dask_gpurt.errors import CorruptData, Undelivered
 from dask_gpurt.memory.arenas import arenas
 from dask_gpurt.tiers.storage.handle import EncodeError, Group, Handle, IoCost, compressing_seconds, is_copy
 
@@ -309,8 +309,10 @@ def read_value(handle: Handle, account: Account) -> tuple[Any, IoCost]:
 
 
 def will_pass(error: BaseException) -> bool:
-    """Whether a failed read says nothing about the copy: the process was short of memory, descriptors or the like."""
-    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _TRANSIENT)
+    """Whether a failed read says nothing about the copy: an object store does not deliver, or the process was short of
+    memory, descriptors or the like.
+    """
+    return isinstance(error, (MemoryError, Undelivered)) or (isinstance(error, OSError) and error.errno in _TRANSIENT)
 
 
 def retry(read: Callable[[_S], _T], argument: _S) -> _T:
@@ -321,7 +323,7 @@ def retry(read: Callable[[_S], _T], argument: _S) -> _T:
             return read(argument)
         except CorruptData:
             break
-        except FileNotFoundError:
+        except (FileNotFoundError, Undelivered):  # the latter was repeated already, and is again later (`loading`)
             raise
         except MemoryError:
             time.sleep(pause)

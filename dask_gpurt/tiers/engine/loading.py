@@ -4,7 +4,9 @@
 the load and their use. `Loading.get` reads at once on the caller's thread, which is right but slow, and is counted.
 
 A copy that fails length, checksum or I/O is read once more. If that fails too, its entry is LOST and the owner is
-informed. An object whose own code raises is not lost: the caller gets what it raised, as with stock Dask.
+informed. An object whose own code raises is not lost: the caller gets what it raised, as with stock Dask. Nor is a copy
+that an object store does not deliver: it is read again for some minutes (`Patience`), with no thread kept meanwhile, as
+others read from the disk. Then the caller gets the error, and the next read begins anew. `get` does not wait so long.
 """
 
 from __future__ import annotations
@@ -12,11 +14,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.errors import CorruptData, LostData
+from dask_gpurt.errors import CorruptData, LostData, Undelivered
 from dask_gpurt.model.events import Event, Sink
+from dask_gpurt.tiers.backoff import Patience
 from dask_gpurt.tiers.engine.entry import State
 from dask_gpurt.tiers.engine.io_threads import read_value, retry, will_pass
 from dask_gpurt.tiers.storage.handle import DecodeError, as_raised, error_kind, is_shared, without_values
@@ -30,7 +34,7 @@ if TYPE_CHECKING:
     from dask_gpurt.tiers.engine.entry_table import Books
     from dask_gpurt.tiers.engine.eviction import Eviction
     from dask_gpurt.tiers.engine.io_threads import IoThreads
-    from dask_gpurt.tiers.storage.handle import Handle
+    from dask_gpurt.tiers.storage.handle import Handle, IoCost
 
 logger = logging.getLogger("distributed.worker.gpurt")
 
@@ -92,14 +96,14 @@ class Loading:
         Raises
         ------
         LostData
-            The part could not be read. The entry is LOST, too, unless the process was short of something (`will_pass`).
+            The part could not be read. The entry is LOST, too, unless that says nothing about its copy (`will_pass`).
         """
         handle = entry.handle
         if handle is None:
             raise LostData(f"no valid copy of {entry.key!r} is left here")
         entry.readers += 1
         try:
-            frames, cost = await self._io.run(retry, handle.load_part, part)
+            frames, cost = await self._read_part(entry, handle, part)
         except (CorruptData, OSError, MemoryError) as e:
             if not entry.gone and entry.state is State.STORED and not will_pass(e):
                 self._damaged(entry, e)
@@ -109,6 +113,20 @@ class Loading:
             self.free_when_idle(entry)
         self._counters.read(cost)
         return frames
+
+    async def _read_part(self, entry: Entry, handle: Handle, part: int) -> tuple[list[memoryview], IoCost]:
+        clock = self._io.loop.time
+        patience = Patience(clock())
+        while True:
+            try:
+                return await self._io.run(retry, handle.load_part, part)
+            except Undelivered as e:
+                pause = None if e.lasting else patience.pause(clock())
+                if pause is None:
+                    raise
+                await asyncio.sleep(pause)
+                if entry.gone or self._io.closed:
+                    raise
 
     def _loadable(self, entry: Entry) -> bool:
         return entry.state is State.STORED and not entry.gone and entry.load_error is None and not self._io.closed
@@ -124,11 +142,19 @@ class Loading:
     def _start(self, entry: Entry) -> None:
         self._books.move(entry, "load")
         entry.generation += 1
-        entry.readers += 1
         entry.waiter = self._io.loop.create_future()
-        self._io.read(entry, self._loaded)
+        self._read(entry, Patience(self._io.loop.time()))
 
-    def _loaded(self, entry: Entry, generation: int, future: Future[Any]) -> None:
+    def _read(self, entry: Entry, patience: Patience) -> None:
+        entry.readers += 1
+        self._io.read(entry, functools.partial(self._loaded, patience))
+
+    def _read_again(self, entry: Entry, generation: int, patience: Patience) -> None:
+        # Meanwhile it may have been deleted, or read at once by `get`.
+        if not entry.gone and generation == entry.generation and not self._io.closed:
+            self._read(entry, patience)
+
+    def _loaded(self, patience: Patience, entry: Entry, generation: int, future: Future[Any]) -> None:
         entry.readers -= 1
         error = future.exception()
         if error is None:
@@ -137,6 +163,11 @@ class Loading:
             self.free_when_idle(entry)
             self._books.offer(entry)
             return
+        if isinstance(error, Undelivered) and not error.lasting and not self._io.closed:
+            pause = patience.pause(self._io.loop.time())
+            if pause is not None:
+                self._io.loop.call_later(pause, self._read_again, entry, generation, patience)
+                return
         if error is None:
             self._books.move(entry, "loaded", future.result()[0])
         elif isinstance(error, DecodeError) or will_pass(error):
@@ -228,6 +259,8 @@ class Loading:
         except (CorruptData, OSError) as e:
             if entry.handle is not handle:  # freed: another task has changed the value, which is in memory now
                 return self._io.run_on_loop(self._get_if_here, entry)
+            if will_pass(e):
+                raise
             raise LostData(f"the copy of {entry.key!r} could not be read: {e}") from e
 
     def _get_if_here(self, entry: Entry) -> Any:

@@ -57,6 +57,8 @@ class Handle(Protocol):
         ------
         CorruptData
             Length or checksum differ.
+        Undelivered
+            An object store does not answer, or refuses; the copy may be good.
         OSError
             The tier could not read.
         DecodeError
@@ -121,9 +123,15 @@ def without_values(error: BaseException) -> BaseException:
     The frames in its traceback are emptied. They have the value and the bytes it was read from, which would stay in
     memory: Dask keeps the errors of tasks. Those of `error` too, as frames of its cause refer to them as their callers.
     """
-    raised = error.__cause__ or error
-    for each in (error, raised):
+    raised = error
+    if isinstance(error, DecodeError) and error.__cause__ is not None:
+        raised = error.__cause__
+    seen: list[BaseException] = []  # user code may have made it a cause of itself
+    each: BaseException | None = error
+    while each is not None and not any(each is other for other in seen):
         traceback.clear_frames(each.__traceback__)
+        seen.append(each)
+        each = each.__cause__
     return raised
 
 

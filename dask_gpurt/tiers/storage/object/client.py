@@ -3,9 +3,9 @@
 ``s3://bucket/prefix``, ``gs://``, ``az://``: by obstore (`remote`). ``file:///folder``: a folder that workers share
 (`folder`). ``memory://``: this process only, for tests.
 
-Two layers of retries: obstore repeats single requests (one part of an upload); here a whole operation, or one piece of a
-read (`READ_BYTES`), is repeated with back-off and jitter, at most `ATTEMPTS` times, and counted. What then still fails
-is an `OSError`, as from a disk: `FileNotFoundError` and `PermissionError` at once, all else as ``EIO``.
+Two layers of retries: obstore repeats single requests (one part of an upload); here a whole operation, or one piece of
+a read (`READ_BYTES`), is repeated with back-off and jitter, at most `ATTEMPTS` times, and counted. What then still
+fails is an `OSError`, as from a disk: `FileNotFoundError` and `PermissionError` at once, all else as ``EIO``.
 
 Calls block and are for I/O threads; both kinds release the GIL.
 """

@@ -84,10 +84,10 @@ class Folder:
         """Fill buffers with what follows `start`; return how many bytes there were."""
         done = 0
         with self._inside(name) as (fd, leaf):
-            file = os.open(leaf, _READ, dir_fd=fd)
+            file = _open_leaf(fd, leaf)
             try:
                 if not stat.S_ISREG(os.fstat(file).st_mode):
-                    raise OSError(errno.EINVAL, f"{name} is not a regular file")
+                    raise FileNotFoundError(errno.ENOENT, "it is no regular file: nothing of ours is there", name)
                 for buffer in buffers:
                     view = buffer.cast("B") if buffer.nbytes else buffer
                     while view.nbytes:
@@ -152,6 +152,15 @@ def _open_inner(fd: int, name: str, *, make: bool) -> int:
         if e.errno not in (errno.ENOTDIR, errno.ELOOP) or make:
             raise
         raise FileNotFoundError(errno.ENOENT, "it is a link, or no folder: nothing of ours is there", name) from e
+
+
+def _open_leaf(fd: int, name: str) -> int:
+    try:
+        return os.open(name, _READ, dir_fd=fd)
+    except OSError as e:
+        if e.errno != errno.ELOOP:
+            raise
+        raise FileNotFoundError(errno.ENOENT, "it is a link: nothing of ours is there", name) from e
 
 
 def _write_file(fd: int, name: str, views: Sequence[Any]) -> None:

@@ -9,12 +9,14 @@ is this worker's own and holds its lease (`leases`). Nothing of a key is in a na
 it makes itself; once a scheduler has issued one, new objects go there (`move_to`).
 
 Where the store is down, slow or refuses, `client` retries with back-off, then the operation fails as an `OSError`. A
-write then leaves the value where it was, and `fallback` sets the tier aside for a while. A read that fails for good
-makes the engine treat the copy as lost: the key is computed again, and one that has no recipe raises `LostData`.
+write then leaves the value where it was, and `fallback` sets the tier aside for a while. A read raises `Undelivered`:
+the engine repeats it for some minutes, and keeps the copy whatever comes of it. Only one that is missing or damaged is
+lost: the key is computed again, and one that has no recipe raises `LostData`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -22,14 +24,15 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.errors import CorruptData, TierFull
+from dask_gpurt.errors import CorruptData, TierFull, Undelivered
 from dask_gpurt.model.tier import Tier
+from dask_gpurt.tiers.backoff import PATIENCE_SECONDS
 from dask_gpurt.tiers.storage.handle import IoCost, decoded
 from dask_gpurt.tiers.storage.object import leases
 from dask_gpurt.tiers.storage.object.format import USUAL_HEAD_BYTES, Frame, Layout, allocate, parse, plan, verify
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from dask_gpurt.tiers.storage.handle import Codec, Group
     from dask_gpurt.tiers.storage.object.client import Bucket
@@ -98,6 +101,8 @@ class ObjectTier:
         #: what went to and from this tier
         self.metrics = bucket.metrics
         self._names = itertools.count()
+        #: when the first of the reads failed that the store did not answer, since it answered the last (monotonic)
+        self._failing_since: float | None = None
 
     def files(self) -> list[str]:
         """Names of the objects now, without prefix. For tests."""
@@ -146,7 +151,7 @@ class ObjectTier:
         if handle.layout is not None:
             return handle.layout
         where = self.bucket.where(handle.name)
-        try:
+        with self._reading():
             known = parse(self._begin(handle, USUAL_HEAD_BYTES), where)
             if isinstance(known, int):
                 known = parse(self._begin(handle, known), where)
@@ -154,13 +159,27 @@ class ObjectTier:
                 raise CorruptData(f"{where} ends before its index does")
             if known.digest != handle.digest:
                 raise CorruptData(f"{where} holds another value than was written there")
+        return known
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Count failures, and tell those that say something about the copy from others."""
+        try:
+            yield
         except CorruptData:
             self.metrics.add(checksum_failures=1)
             raise
-        except OSError:
+        except FileNotFoundError:
             self.metrics.add(read_failures=1)
             raise
-        return known
+        except OSError as e:
+            self.metrics.add(read_failures=1)
+            now = time.monotonic()
+            since = self._failing_since = self._failing_since or now
+            undelivered = Undelivered(e.errno, e.strerror, e.filename)
+            undelivered.lasting = now - since >= PATIENCE_SECONDS
+            raise undelivered from e
+        self._failing_since = None
 
     def _begin(self, handle: ObjectHandle, nbytes: int) -> memoryview:
         return self.bucket.read_range(handle.name, 0, min(nbytes, handle.nbytes))
@@ -172,11 +191,13 @@ class ObjectTier:
         ------
         CorruptData
             Short object, or a checksum differs.
-        OSError
+        FileNotFoundError
+            There is no such object.
+        Undelivered
             The store did not deliver.
         """
         buffers = allocate(frames)
-        try:
+        with self._reading():
             run: list[memoryview] = []
             start = end = -1
             for frame, buffer in zip(frames, buffers, strict=True):
@@ -187,12 +208,6 @@ class ObjectTier:
                 end = frame.offset + frame.nbytes
             self.bucket.read_into(handle.name, start, run)
             verify(frames, buffers, self.bucket.where(handle.name))
-        except CorruptData:
-            self.metrics.add(checksum_failures=1)
-            raise
-        except OSError:
-            self.metrics.add(read_failures=1)
-            raise
         return buffers
 
     def free(self, handle: ObjectHandle) -> None:
