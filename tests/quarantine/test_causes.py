@@ -99,7 +99,7 @@ def test_a_name_that_another_host_has_later_is_not_kept_out() -> None:
 
 def test_a_name_is_released_while_no_worker_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     q = Quarantine(Mode.ALARM, dict)
-    q._holds = SimpleNamespace(held={}, unique=lambda worker: 0)  # type: ignore[assignment]
+    q._holds = SimpleNamespace(held={}, taken_back=0)  # type: ignore[assignment]
     q._scheduler = scheduler = SimpleNamespace(workers={}, running=[])  # type: ignore[assignment]
     q._names[7] = Suspect("tcp://gone:1", Cause.ASKED, "fan failed", "dask gpurt release")
     monkeypatch.setattr(remote, "_plugin", lambda scheduler: SimpleNamespace(quarantine=q))

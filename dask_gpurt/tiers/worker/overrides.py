@@ -236,6 +236,8 @@ class GetData(Override):
                 finally:
                     self._bringing -= 1
             try:
+                for entry in pinned:
+                    self._raise_if_unread(entry)
                 answer = await stock(comm, *args, **kwargs)
                 who = kwargs["who"] if "who" in kwargs else args[1] if len(args) > 1 else None
                 if who and answer is Status.dont_reply:
@@ -245,6 +247,16 @@ class GetData(Override):
                 parts.store.release(pinned)
 
         return get_data
+
+    def _raise_if_unread(self, entry: Entry) -> None:
+        """Raise what reading a value raised. Stock counts a request before it reads, and would count this one for ever:
+        after ten of them the worker is "busy" until it ends.
+        """
+        store = self._parts.store
+        if store.is_lost(entry.key):
+            store[entry.key]
+        elif not entry.in_memory and entry.load_error is not None:
+            raise entry.load_error
 
     def _limit(self) -> float:
         """Requests at a time that stock allows at most: to the same host it allows twice its limit."""

@@ -141,6 +141,12 @@ def test_a_flush_looks_for_its_tasks_once() -> None:
     assert list(dirty) == gone[FLUSH_KEYS:]
 
 
+class Holds(SimpleNamespace):
+    """A worker as the scheduler's half sees it."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
 class Waits:
     """A task as the scheduler's half sees it."""
 
@@ -154,7 +160,7 @@ def shared_key(holders: int) -> tuple[NextUsePlugin, Any, list[Any], list[tuple[
     """The plugin on a scheduler with one key, many tasks that wait for it, and its holders; what is sent to whom."""
     plugin, shared, sent = NextUsePlugin(), Waits(-1), list[tuple[str, int]]()
     waiting = [Waits(number, (shared,)) for number in range(0, 4 * MANY_WAITERS, 2)]
-    shared.waiters, shared.who_has = set(waiting), [SimpleNamespace(address=f"a{i}") for i in range(holders)]
+    shared.waiters, shared.who_has = set(waiting), [Holds(address=f"a{i}") for i in range(holders)]
     plugin._scheduler = cast(
         "Any",
         SimpleNamespace(
@@ -178,9 +184,9 @@ def test_one_more_waiter_of_a_shared_key_takes_its_place_among_them() -> None:
     more = Waits(7, (shared,))
     shared.waiters.add(more)
     plugin._scheduler.tasks[more.key] = more  # type: ignore[union-attr]
-    plugin.transition(more.key, "released", "waiting", stimulus_id="test")
+    plugin._note(more.key, "released", "waiting", None)
     shared.waiters.remove(waiting[0])
-    plugin.transition(waiting[0].key, "processing", "erred", stimulus_id="test")
+    plugin._note(waiting[0].key, "processing", "erred", None)
     plugin._flush()
     assert plugin._sorted[shared] is order
     assert plugin._uses(shared) == tuple(sorted(t.priority for t in shared.waiters)[:KEEP])
@@ -201,7 +207,7 @@ def test_a_use_of_a_key_that_many_hold_is_news_for_few(holders: int) -> None:
     for done in waiting[: KEEP - 1]:
         shared.waiters.remove(done)
         done.who_has = [shared.who_has[0]]
-        plugin.transition(done.key, "processing", "memory", worker="a0", stimulus_id="test")
+        plugin._note(done.key, "processing", "memory", "a0")
         plugin._dirty.pop(done, None)
         plugin._flush()
     assert {address for address, _ in sent} == ({"a0"} if holders > MANY_HOLDERS else {ws.address for ws in ends})

@@ -706,6 +706,7 @@ async def test_scattered_data_that_is_lost_is_an_error(c: Client, s: Scheduler, 
     with pytest.raises((LostData, FutureCancelledError)):
         await asyncio.wait_for(x.result(), 60)
     assert await c.submit(total, other) == total(make(2))
+    assert a.transfer_outgoing_count == 0, "a request that failed counts for ever"
 
 
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 2)], worker_kwargs={"memory_limit": "20 MB"}, config=NO_WATCH)
