@@ -229,8 +229,10 @@ def _columns(one: Any, known: Mapping[str, int]) -> int | None:
         return _columns(one.operand("_expr"), known)
     if kind == "Projection" or kind.startswith("ReadParquet"):
         columns = one.operand("columns")
+        if isinstance(columns, list):
+            return len(columns)
         # A reader without a list reads all columns.
-        return len(columns) if isinstance(columns, list) else 1 if kind == "Projection" else None
+        return 1 if kind == "Projection" and isinstance(columns, str | int) else None
     below = [known.get(other._name) for other in one.dependencies()]
     if kind == "Assign" and below and below[0] is not None:
         return below[0] + len(one.operands) // 2  # a frame, then names and values

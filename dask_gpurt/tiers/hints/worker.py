@@ -41,6 +41,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.worker_state_machine import ExecuteSuccessEvent, TaskState
 
+from dask_gpurt.model.no_hook import ignored
 from dask_gpurt.tiers.engine.entry import NEVER
 from dask_gpurt.tiers.hints.protocol import HEARTBEAT_FIELD, KEEP, OP, PROTOCOL, without
 
@@ -113,7 +114,7 @@ class HintReceiver:
         missing = [name for name in _ATTRIBUTES if not hasattr(TaskState, name)]
         if not isinstance(handlers, dict) or missing:
             self.state = f"off: distributed's worker has no {missing[0] if missing else 'stream_handlers'}"
-        elif OP in handlers and handlers[OP] is not _ignore:
+        elif OP in handlers and handlers[OP] is not ignored:
             self.state = f"off: {handlers[OP]!r} handles {OP} already"
         else:
             handlers[OP] = self._heard
@@ -134,7 +135,7 @@ class HintReceiver:
             try:
                 await asyncio.wait_for(self._stopped.wait(), STOP_SECONDS)
             except TimeoutError:
-                handlers[OP] = _ignore
+                handlers[OP] = ignored
                 return
         handlers.pop(OP, None)
 
@@ -326,7 +327,7 @@ class HintReceiver:
     def _retire(self) -> None:
         """Too many failures: ask for nothing more, and forget what was said. Messages under way are ignored."""
         if self.state == "on":
-            self._worker.stream_handlers[OP] = _ignore
+            self._worker.stream_handlers[OP] = ignored
         self.state = f"off: {self.part.retired}"
         self._forget()
 
@@ -345,7 +346,3 @@ def _held(use: tuple[float, ...]) -> tuple[float, ...]:
 def _as_sent(priority: tuple[Any, ...]) -> tuple[float, ...]:
     # The worker appends a number of its own to what the scheduler sends.
     return tuple(priority[:-1])
-
-
-def _ignore(**_: object) -> None:
-    """Stands in for a handler that left while a message may have been under way."""

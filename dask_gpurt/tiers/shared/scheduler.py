@@ -35,6 +35,7 @@ from distributed.core import Status
 
 from dask_gpurt.model.checks import require_call, require_names
 from dask_gpurt.model.events import Event, Sink, null_sink
+from dask_gpurt.model.no_hook import ignored
 from dask_gpurt.model.wrapped import Wrapped
 from dask_gpurt.tiers.backoff import BackOff
 from dask_gpurt.tiers.scheduler_plugin import TierPlugin, speaks
@@ -140,7 +141,7 @@ class SharedCopiesPlugin(TierPlugin):
         for removal in self._removals:
             removal.uninstall()
         # It stays known: reports may be under way, and an unknown op would end the worker that sent it.
-        scheduler.stream_handlers[REPORT] = _ignore
+        scheduler.stream_handlers[REPORT] = ignored
         for address in self._issued:
             if address in scheduler.workers:
                 scheduler.worker_send(address, {"op": TELL, "bye": True})
@@ -341,7 +342,3 @@ class SharedCopiesPlugin(TierPlugin):
             self.expired_prefixes += len(swept)
         except Exception:
             self._failed("sweep of expired leases")
-
-
-def _ignore(**_: object) -> None:
-    """Stands in for a handler that left while a message may have been under way."""
